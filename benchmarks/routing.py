@@ -1,6 +1,6 @@
 """What routing by prefix is worth: traffic with shared prefixes over several engines, simulated or sent to servers.
 
-`python benchmarks/routing.py` simulates `tokserve.client.router` beside round robin and least load.  `--trace FILE`
+`python benchmarks/routing.py` simulates `tokserve.features.fleet.router` beside round robin and least load.  `--trace FILE`
 takes recorded traffic in Mooncake's form (JSON lines of `timestamp` in ms, `input_length`, `output_length` and
 `hash_ids`, one for each 512 tokens of the prompt).  `--router URL --servers URL...` sends synthetic traffic to a real
 router instead and reads the servers' hit rates from their metrics.
@@ -25,7 +25,7 @@ from typing import Any
 
 import httpx
 
-from tokserve.client.router import PrefixRouter
+from tokserve.features.fleet.router import PrefixRouter
 
 BLOCK = 16  # tokens
 TRACE_BLOCK = 512  # tokens that one of a trace's hash ids stands for

@@ -19,9 +19,9 @@ RESOLVE = ("resolve.py", "option_checks.py", "engine_config.py")  # what knows a
 OF_VLLM = {"data_1", "data_2"}  # names of its parameters
 BROAD_EXCEPT = {  # process entry, threads, restarts, admission, grammars, admin commands, HTTP edge, a test's script,
     # a parser of the library's that raises plain Exceptions
-    "engine/process.py", "executor/worker.py", "engine/admission.py", "engine/structured_output/mask_worker.py",
+    "engine/process.py", "features/ranks/worker.py", "engine/admission.py", "features/grammar/mask_worker.py",
     "engine/admin/command.py", "server/app.py", "server/replies/sse.py", "testing/scripted.py",
-    "engine/structured_output/grammars.py", "media/pool.py", "client/engine_client.py", "ebnf.py",
+    "features/grammar/grammars.py", "features/images/media/pool.py", "client/engine_client.py", "ebnf.py",
 }  # fmt: skip
 
 

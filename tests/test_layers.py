@@ -225,23 +225,23 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
 }
 FOREIGN_IN = {
-    "media/worker.py": {"transformers"},  # a process of its own
+    "features/images/media/worker.py": {"transformers"},  # a process of its own
     "rl/trl_run.py": {"transformers"},  # of TRL's users, who have it: imported by rl/trl.py alone
 }
 # modules a package may import from another only in the named file
 ONLY_IN = {
     ("client", "engine"): {"client/launch.py"},
-    ("executor", "runner"): {"executor/inline.py", "executor/worker.py"},
+    ("executor", "runner"): {"executor/inline.py", "features/ranks/worker.py"},
     ("engine", "executor"): {
-        "engine/admin/adapter_slots.py",
-        "engine/admin/adapters.py",
+        "features/lora/slot_assignment.py",
+        "features/lora/commands.py",
         "engine/admin/control.py",
-        "engine/admin/profiler.py",
+        "features/profiler/commands.py",
         "engine/core.py",
-        "engine/external_kv.py",
+        "features/kv/external_kv.py",
         "engine/process.py",
-        "engine/admin/current_weights.py",
-        "engine/admin/weights.py",
+        "features/weights/current_weights.py",
+        "features/weights/commands.py",
     },
     ("rl", "_C"): {"rl/native.py"},
     ("ops", "_C"): {path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / "ops" / "cpu").glob("*.py")},
@@ -269,14 +269,14 @@ SUBPACKAGES: dict[str, set[str]] = {
 LAZY_IMPORTS = {
     "tokserve/__init__.py",
     "checkpoint.py",
-    "client/images.py",
+    "features/images/python_images.py",
     "ray/placement.py",
-    "media/sources.py",
-    "media/worker.py",
+    "features/images/media/sources.py",
+    "features/images/media/worker.py",
     "executor/base.py",
     "executor/inline.py",
-    "executor/worker.py",
-    "engine/structured_output/grammar.py",
+    "features/ranks/worker.py",
+    "features/grammar/grammar.py",
     "ebnf.py",
     "bench/cli.py",
     "cli/main.py",

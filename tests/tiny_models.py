@@ -13,11 +13,11 @@ from torch import Tensor
 
 from tests.tiny_families import FAMILIES, VISION_FAMILIES
 from tokserve.checkpoint import flat
+from tokserve.features.images.siglip import SiglipSpec
+from tokserve.features.pooling.encoder_model import EncoderSpec, make_model
 from tokserve.layers.options import LayerOptions
-from tokserve.layers.siglip import SiglipSpec
 from tokserve.models.decoder import rope_tables
 from tokserve.models.dummy import tensors
-from tokserve.models.encoder import EncoderSpec, make_model
 from tokserve.models.registry import decoder_spec
 from tokserve.models.spec import DecoderSpec
 from tokserve.models.weights import INDEX, SINGLE

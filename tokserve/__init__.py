@@ -25,28 +25,28 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from tokserve.client.adapters import LoRARequest
     from tokserve.client.async_llm import AsyncLLM
-    from tokserve.client.beam_search import BeamSearchParams
     from tokserve.client.engine_args import AsyncEngineArgs, EngineArgs
-    from tokserve.client.llm import LLM
-    from tokserve.client.pooling_params import PoolingParams
     from tokserve.client.results import CompletionOutput, RequestOutput
     from tokserve.client.sampling_params import RequestOutputKind, SamplingParams
     from tokserve.config import Config
+    from tokserve.features.beams.beam_search import BeamSearchParams
+    from tokserve.features.lora.lora_requests import LoRARequest
+    from tokserve.features.offline.llm import LLM
+    from tokserve.features.pooling.pooling_params import PoolingParams
     from tokserve.protocol.params import StructuredOutputs
     from tokserve.protocol.params import StructuredOutputs as StructuredOutputsParams
 
 _HOMES = {
-    "LLM": "tokserve.client.llm",
+    "LLM": "tokserve.features.offline.llm",
     "AsyncEngineArgs": "tokserve.client.engine_args",
     "AsyncLLM": "tokserve.client.async_llm",
-    "BeamSearchParams": "tokserve.client.beam_search",
+    "BeamSearchParams": "tokserve.features.beams.beam_search",
     "CompletionOutput": "tokserve.client.results",
     "Config": "tokserve.config",
     "EngineArgs": "tokserve.client.engine_args",
-    "LoRARequest": "tokserve.client.adapters",
-    "PoolingParams": "tokserve.client.pooling_params",
+    "LoRARequest": "tokserve.features.lora.lora_requests",
+    "PoolingParams": "tokserve.features.pooling.pooling_params",
     "RequestOutput": "tokserve.client.results",
     "RequestOutputKind": "tokserve.client.sampling_params",
     "SamplingParams": "tokserve.client.sampling_params",

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.client.fake_engine import config
-from tokserve.cli import supervisor
-from tokserve.cli.supervisor import Supervisor
 from tokserve.client.async_llm import AsyncLLM
+from tokserve.features.fleet import supervisor
+from tokserve.features.fleet.supervisor import Supervisor
 
 
 def test_an_api_process_that_cannot_be_started_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.client.fake_engine import FakeEngine, Script, config
 from tokserve.client import launch
 from tokserve.client.async_llm import AsyncLLM
-from tokserve.client.llm import LLM
+from tokserve.features.offline.llm import LLM
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tokserve.base.errors import RequestError
-from tokserve.client.adapters import AdapterLoads, LoRARequest, each_adapter
+from tokserve.features.lora.lora_requests import AdapterLoads, LoRARequest, each_adapter
 from tokserve.protocol.messages import LoadedAdapter, Status
 
 

@@ -16,8 +16,8 @@ from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM, BeamSearchParams
 from tokserve.base.errors import RequestError
 from tokserve.client.async_llm import AsyncLLM
-from tokserve.client.beam_search import BeamRun
 from tokserve.client.inputs import GenerateRequest
+from tokserve.features.beams.beam_search import BeamRun
 from tokserve.protocol.params import RequestOptions, SamplingParams
 from tokserve.protocol.prompt import TokenPrompt, pack_ids
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tokserve.base.errors import Conflict, EngineDead, NotFound, RequestError
-from tokserve.client.fan_out import Answer, args_for, is_mixed, outcome
+from tokserve.features.fleet.fan_out import Answer, args_for, is_mixed, outcome
 
 
 def ok(*results: Any) -> list[Answer]:

@@ -21,10 +21,10 @@ from tests.client.fake_engine import READY, config
 from tokserve.base.curve import make_keys
 from tokserve.base.errors import EngineDead, StartError
 from tokserve.base.processes import describe_exit
-from tokserve.cli import api_server
 from tokserve.client import engine_client, launch
 from tokserve.client.async_llm import AsyncLLM, collect
 from tokserve.client.launch import EngineProcess
+from tokserve.features.fleet import api_server
 from tokserve.protocol.params import SamplingParams
 
 PLAIN = SamplingParams()

@@ -26,9 +26,9 @@ from tests.client.scenes import make
 from tests.text.checkpoints import write_chatml
 from tokserve.base.errors import Conflict, EngineDead, RequestError, StartError
 from tokserve.client import launch
-from tokserve.client.adapters import LoRARequest
-from tokserve.client.llm import LLM
 from tokserve.client.results import Logprob, PromptLogprobs, TokenLogprobs
+from tokserve.features.lora.lora_requests import LoRARequest
+from tokserve.features.offline.llm import LLM
 from tokserve.protocol.commands import COMMANDS
 from tokserve.protocol.messages import LoadedAdapter, Status
 from tokserve.protocol.params import SamplingParams

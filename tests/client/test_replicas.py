@@ -20,8 +20,8 @@ from tokserve.client.async_llm import AsyncLLM, collect
 from tokserve.client.engine_client import EngineClient
 from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import total
-from tokserve.client.replicas import Replicas
 from tokserve.config import LoraConfig
+from tokserve.features.fleet.replicas import Replicas
 from tokserve.protocol.messages import StepStats
 from tokserve.protocol.params import RequestOptions, SamplingParams
 from tokserve.protocol.prompt import TokenPrompt, pack_ids

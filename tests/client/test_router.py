@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokserve.client.request_state import RequestState
-from tokserve.client.router import MAX_BLOCKS, PrefixRouter
+from tokserve.features.fleet.router import MAX_BLOCKS, PrefixRouter
 from tokserve.protocol.messages import EngineRequest
 from tokserve.protocol.params import RequestOptions, SamplingParams
 from tokserve.protocol.prompt import TokenPrompt, pack_ids

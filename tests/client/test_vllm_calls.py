@@ -29,9 +29,9 @@ from tokserve import (
 from tokserve.base.errors import EngineDead, RequestError, StartError
 from tokserve.client import launch
 from tokserve.client.engine_args import options_of
-from tokserve.client.llm import _priorities
-from tokserve.client.pooling_params import each_pooling
-from tokserve.client.prompts import ParsedPrompt, Tokenization, read, tokenization
+from tokserve.features.chat.prompts import ParsedPrompt, Tokenization, read, tokenization
+from tokserve.features.offline.llm import _priorities
+from tokserve.features.pooling.pooling_params import each_pooling
 from tokserve.protocol.messages import EngineRequest
 
 TALK = [{"role": "user", "content": "one"}]

@@ -127,10 +127,10 @@ class Server(Served):
     def ranks(self) -> list[psutil.Process]:
         """The processes of the ranks of all engines."""
         children = [child for engine in self.engines() for child in engine.children()]
-        return [p for p in children if "tokserve.executor.worker" in " ".join(p.cmdline())]
+        return [p for p in children if "tokserve.features.ranks.worker" in " ".join(p.cmdline())]
 
     def api_processes(self) -> list[psutil.Process]:
         """The API processes of a server that has several, oldest first."""
         children: list[psutil.Process] = psutil.Process(self.process.pid).children()
-        actual = [p for p in children if "tokserve.cli.api_server" in " ".join(p.cmdline())]
+        actual = [p for p in children if "tokserve.features.fleet.api_server" in " ".join(p.cmdline())]
         return sorted(actual, key=lambda p: (p.create_time(), p.pid))

@@ -24,9 +24,9 @@ from tests.runner.test_encoders import checkpoint
 from tests.threads import ServerThread
 from tokserve import LLM
 from tokserve.base.errors import RequestError, StartError
-from tokserve.client.pooling import VectorRules, pooler_of
 from tokserve.config import Config
 from tokserve.config.resolve import resolve
+from tokserve.features.pooling.pooled_outputs import VectorRules, pooler_of
 
 pytestmark = pytest.mark.usefixtures("engine_threads")
 

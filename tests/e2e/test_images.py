@@ -291,7 +291,7 @@ def test_a_dead_worker_fails_only_its_image(server: Served) -> None:
     workers = [
         child
         for child in psutil.Process().children(recursive=True)
-        if "tokserve.media.worker" in " ".join(child.cmdline())
+        if "tokserve.features.images.media.worker" in " ".join(child.cmdline())
     ]
     assert len(workers) == 1
     workers[0].kill()

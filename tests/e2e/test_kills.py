@@ -28,7 +28,11 @@ KINDS = {
     "tp-dp": {"front end": 1, "engine": 2, "rank": 4},
     "pp-api": {"front end": 1, "API process": 2, "engine": 1, "rank": 2},
 }
-MODULES = {"API process": "tokserve.cli.api_server", "engine": "tokserve.engine.process", "rank": "executor.worker"}
+MODULES = {
+    "API process": "tokserve.features.fleet.api_server",
+    "engine": "tokserve.engine.process",
+    "rank": "executor.worker",
+}
 LOST = {"engine_dead", "engine_restarting", "draining"}  # codes of a 503
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ FLAGS = ("--dtype", "bfloat16", "--max-model-len", "512", "--api-server-count", 
 
 def media_workers(api_process: psutil.Process) -> list[psutil.Process]:
     children = api_process.children(recursive=True)
-    return [child for child in children if "tokserve.media.worker" in " ".join(child.cmdline())]
+    return [child for child in children if "tokserve.features.images.media.worker" in " ".join(child.cmdline())]
 
 
 @pytest.mark.slow

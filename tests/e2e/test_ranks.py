@@ -190,7 +190,7 @@ def test_what_ranks_cannot_divide_is_refused_by_name(qwen3: Path, options: dict[
 
 
 def rank_processes(server: Server) -> list[psutil.Process]:
-    return [p for p in server.engine().children() if "tokserve.executor.worker" in " ".join(p.cmdline())]
+    return [p for p in server.engine().children() if "tokserve.features.ranks.worker" in " ".join(p.cmdline())]
 
 
 def reply(server: Server, seed: int = 1) -> Any:

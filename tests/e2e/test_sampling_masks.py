@@ -20,8 +20,8 @@ import pytest
 from tests.e2e.server import Server
 from tests.e2e.test_routes_agree import CHAT, COMPLETIONS, GENERATE, append, ask, events, maybe
 from tokserve import ops
-from tokserve.client.llm import LLM
 from tokserve.client.results import CompletionOutput
+from tokserve.features.offline.llm import LLM
 from tokserve.protocol.params import SamplingParams, StructuredOutputs
 from tokserve.rl import TokserveClient
 from tokserve.train import PolicyModel

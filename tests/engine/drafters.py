@@ -9,7 +9,7 @@ from tests.engine.scripted import ScriptedExecutor
 from tests.engine.solo import VOCAB, chain, draw, prefixes_of
 from tokserve.config import SpeculationPlan
 from tokserve.engine.request import Request
-from tokserve.engine.speculation.drafter import TextDrafter
+from tokserve.features.speculation.drafter import TextDrafter
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import DraftPasses
 

@@ -12,7 +12,7 @@ import numpy as np
 from tests.engine.solo import EOS
 from tokserve.base.errors import RequestError
 from tokserve.engine.request import Request
-from tokserve.engine.structured_output.grammar import Grammar, GrammarState
+from tokserve.features.grammar.grammar import Grammar, GrammarState
 from tokserve.protocol.params import StructuredOutputs
 
 STEPS = [{3, 13}, {5}, {6, 16}]  # what may come, place by place

@@ -13,7 +13,8 @@ from tests.engine.solo import EOS, Solo, engine_request, solo
 from tests.outputs import Output, unpack
 from tokserve.config import Config
 from tokserve.engine.core import EngineCore
-from tokserve.engine.speculation.drafter import Drafter
+from tokserve.features.images.vision import ImageFormat
+from tokserve.features.speculation.drafter import Drafter
 from tokserve.protocol.kv_spec import StateLayout
 from tokserve.protocol.messages import (
     Abort,
@@ -33,7 +34,6 @@ from tokserve.protocol.messages import (
 )
 from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.protocol.prompt import unpack_ids
-from tokserve.vision import ImageFormat
 
 
 @dataclass

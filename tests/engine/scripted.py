@@ -25,6 +25,7 @@ from tests.engine.scripted_states import States, demand
 from tests.engine.solo import START, VOCAB, chain, draw, logprob_row, logprob_width, prefixes_of, rows_of, vector
 from tokserve.base.errors import RequestError
 from tokserve.config import Config
+from tokserve.features.images.vision import ImageFormat
 from tokserve.protocol.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
 from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.protocol.plan import (
@@ -41,7 +42,6 @@ from tokserve.protocol.plan import (
     StepPlan,
     StepResult,
 )
-from tokserve.vision import ImageFormat
 
 
 @dataclass

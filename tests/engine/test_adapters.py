@@ -10,7 +10,7 @@ import pytest
 from tests.engine.harness import Engine
 from tests.engine.test_control import DEPTHS, PROMPT, answers, ask, update
 from tokserve.base.errors import StartError
-from tokserve.engine.admin.adapters import MAX_NAME
+from tokserve.features.lora.commands import MAX_NAME
 from tokserve.protocol.messages import Reply, Status
 
 

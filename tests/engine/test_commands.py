@@ -11,8 +11,8 @@ import pytest
 
 from tests.engine.harness import Engine
 from tokserve.client.admin import AdminMethods
-from tokserve.client.llm import LLM
 from tokserve.engine.admin.states import GENERATION, WEIGHTS
+from tokserve.features.offline.llm import LLM
 from tokserve.protocol.commands import COMMANDS, AdminCommand
 
 RL = Path(__file__).parents[2] / "docs" / "rl.md"

@@ -8,9 +8,9 @@ import pytest
 
 from tests.engine.harness import Engine
 from tests.engine.solo import engine_request
-from tokserve.engine.deadlines import Deadlines
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.request import Request
+from tokserve.features.fairness.deadlines import Deadlines
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 

@@ -9,8 +9,8 @@ from array import array
 
 import pytest
 
-from tokserve.engine.speculation.draft_history import MAX_OUTPUTS, DraftHistory, GroupKey
-from tokserve.engine.speculation.token_index import SEPARATOR
+from tokserve.features.speculation.draft_history import MAX_OUTPUTS, DraftHistory, GroupKey
+from tokserve.features.speculation.token_index import SEPARATOR
 
 CONTEXT = array("i", [7, 8])
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from tokserve.engine.speculation.draft_budget import StepCosts, choose, guess
-from tokserve.engine.speculation.draft_state import Corpus, DraftState
-from tokserve.engine.speculation.token_index import SEPARATOR, TokenIndex
+from tokserve.features.speculation.draft_budget import StepCosts, choose, guess
+from tokserve.features.speculation.draft_state import Corpus, DraftState
+from tokserve.features.speculation.token_index import SEPARATOR, TokenIndex
 
 PROMPT = [1, 2, 3]
 

@@ -14,7 +14,7 @@ from tests.engine.harness import Engine
 from tests.engine.solo import VOCAB
 from tokserve.engine.kv_cache.block_table import BlockTable
 from tokserve.engine.request import Request
-from tokserve.engine.structured_output.grammar import Grammar
+from tokserve.features.grammar.grammar import Grammar
 from tokserve.protocol.messages import Submit
 from tokserve.protocol.params import StructuredOutputs
 from tokserve.protocol.plan import StepPlan

@@ -12,9 +12,9 @@ from tests.engine.drafters import text_drafter
 from tests.engine.harness import Engine
 from tests.engine.test_drafter import PROMPT, Compiled
 from tokserve.engine.request import Request
-from tokserve.engine.speculation.draft_budget import StepCosts
-from tokserve.engine.speculation.draft_state import DrawState
-from tokserve.engine.speculation.drawn import EXPLORE, PRIOR, DrawnDrafts
+from tokserve.features.speculation.draft_budget import StepCosts
+from tokserve.features.speculation.draft_state import DrawState
+from tokserve.features.speculation.drawn import EXPLORE, PRIOR, DrawnDrafts
 from tokserve.protocol.messages import Submit
 from tokserve.protocol.params import StructuredOutputs
 from tokserve.protocol.plan import DRAWN, DraftPasses

@@ -9,10 +9,10 @@ import pytest
 
 from tests.engine.harness import Engine
 from tests.engine.solo import engine_request
-from tokserve.engine.fairness import FairQueue, Shares
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.queue import POLICIES
 from tokserve.engine.request import Request
+from tokserve.features.fairness.fairness import FairQueue, Shares
 from tokserve.protocol.messages import SubmitReply
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])

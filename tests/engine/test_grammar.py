@@ -20,7 +20,7 @@ from tokenizers import pre_tokenizers
 from tests.engine.grammars import Matcher
 from tokserve.base.errors import RequestError
 from tokserve.checkpoint import DEMO_DIR
-from tokserve.engine.structured_output.grammar import LIMITS, STATE_BYTES, Compiler, Cost, GrammarState
+from tokserve.features.grammar.grammar import LIMITS, STATE_BYTES, Compiler, Cost, GrammarState
 from tokserve.protocol.params import StructuredOutputs
 
 WIDTH = 300  # of the logits: more than the tokenizer has

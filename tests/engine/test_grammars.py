@@ -15,10 +15,10 @@ from tests.engine.test_trials import BOMB, PATIENCE, children, until, words
 from tokserve.base.errors import QueueFull, RequestError, Unavailable
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.config import CacheConfig, Config, ModelConfig
-from tokserve.engine.structured_output import grammars as module
-from tokserve.engine.structured_output import trials as trials_module
-from tokserve.engine.structured_output.grammar import Grammar
-from tokserve.engine.structured_output.grammars import Grammars
+from tokserve.features.grammar import grammars as module
+from tokserve.features.grammar import trials as trials_module
+from tokserve.features.grammar.grammar import Grammar
+from tokserve.features.grammar.grammars import Grammars
 from tokserve.protocol.params import StructuredOutputs
 
 WIDTH, EOS = 300, 287

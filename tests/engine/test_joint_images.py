@@ -14,8 +14,8 @@ from tests.engine.test_scheduler import prompt, shapes
 from tokserve.base.errors import StartError
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.request import Request
+from tokserve.features.images.vision import Grid, ImageFormat, encode_image
 from tokserve.protocol.prompt import Feature
-from tokserve.vision import Grid, ImageFormat, encode_image
 
 SIX = ImageFormat(  # a patch is a pixel; an image has 6 by 6 of them, and 9 tokens
     3, 4, 5, size=1, temporal=1, merge=2, channels=1, mean=(0.0,), std=(1.0,), rescale=1.0, axes=False, side=6,

@@ -14,9 +14,9 @@ import zmq
 from tests.engine.harness import Engine
 from tokserve.base.errors import StartError
 from tokserve.config import Config
-from tokserve.engine.adapter import Adapter
-from tokserve.engine.kv_cache.event_publisher import END, shifted
-from tokserve.engine.kv_cache.events import EventLog, external
+from tokserve.features.kv.event_publisher import END, shifted
+from tokserve.features.kv.events import EventLog, external
+from tokserve.features.lora.adapter import Adapter
 from tokserve.protocol.prompt import Feature
 
 PATIENCE_MS = 30_000

@@ -14,8 +14,8 @@ from tests.engine.scripted_copies import ScriptedCopies
 from tests.engine.test_kv_events import config as events_config
 from tokserve.base.errors import StartError
 from tokserve.config import Config
-from tokserve.engine.kv_cache.load_rates import FILE_RATE, LoadRates
-from tokserve.engine.kv_cache.slots import MemorySlots
+from tokserve.features.kv.load_rates import FILE_RATE, LoadRates
+from tokserve.features.kv.slots import MemorySlots
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]  # two full blocks of four tokens, and one token
 

@@ -13,10 +13,10 @@ import pytest
 from tests.waiting import PATIENCE
 from tokserve.base.errors import StartError
 from tokserve.engine.kv_cache.block_table import BlockTable
-from tokserve.engine.kv_transfer import tcp, wire
-from tokserve.engine.kv_transfer.leases import LeaseTable
-from tokserve.engine.kv_transfer.tcp import BlockServer, Pull, differences, run_pull, send_note
-from tokserve.engine.kv_transfer.wire import BLOCK, MAGIC, REQUEST, PeerChannel, PeerError
+from tokserve.features.kv import tcp, wire
+from tokserve.features.kv.leases import LeaseTable
+from tokserve.features.kv.tcp import BlockServer, Pull, differences, run_pull, send_note
+from tokserve.features.kv.wire import BLOCK, MAGIC, REQUEST, PeerChannel, PeerError
 
 KEY, BLOCK_BYTES = b"a secret of the test", 100
 PARTS = {"weights": "w", "layout": "l"}

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from tokserve.engine.request import Request
-from tokserve.engine.structured_output import mask_worker as module
-from tokserve.engine.structured_output.mask_worker import MaskWorker
+from tokserve.features.grammar import mask_worker as module
+from tokserve.features.grammar.mask_worker import MaskWorker
 
 LONG = 60.0  # seconds; passes only if the test fails
 

@@ -14,7 +14,7 @@ from tests.engine.grammars import STEPS, Machine, compiled
 from tests.engine.harness import Engine
 from tests.engine.solo import EOS, VOCAB
 from tokserve.base.errors import QueueFull, RequestError
-from tokserve.engine.structured_output.grammar import Grammar
+from tokserve.features.grammar.grammar import Grammar
 from tokserve.protocol.messages import StepOutput, Submit, SubmitReply
 from tokserve.protocol.params import StructuredOutputs
 from tokserve.protocol.plan import WITHHELD

@@ -6,10 +6,10 @@ from array import array
 
 import pytest
 
-from tokserve.engine.adapter import Adapter
 from tokserve.engine.kv_cache.block_pool import CacheBroken
 from tokserve.engine.kv_cache.block_table import BlockTable
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
+from tokserve.features.lora.adapter import Adapter
 from tokserve.protocol.prompt import Feature
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.engine.harness import Engine
 from tests.engine.solo import VOCAB
 from tokserve.config import SpeculationPlan
-from tokserve.engine.speculation.drafter import TextDrafter
+from tokserve.features.speculation.drafter import TextDrafter
 from tokserve.protocol.messages import Submit
 from tokserve.protocol.prompt import pack_ids
 

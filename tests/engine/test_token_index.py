@@ -7,8 +7,8 @@ from array import array
 
 import pytest
 
-from tokserve.engine.speculation import token_index
-from tokserve.engine.speculation.token_index import MAX_MATCH, PAIR, SEPARATOR, TokenIndex
+from tokserve.features.speculation import token_index
+from tokserve.features.speculation.token_index import MAX_MATCH, PAIR, SEPARATOR, TokenIndex
 
 
 def search(tokens: array[int], indexed: int, context: array[int], longer_than: int) -> tuple[int, int] | None:

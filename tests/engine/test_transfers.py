@@ -15,9 +15,9 @@ import pytest
 
 from tests.engine.harness import Engine
 from tokserve.base.errors import RequestError
-from tokserve.engine.kv_transfer import transfers
-from tokserve.engine.kv_transfer.tcp import Pull, run_pull
-from tokserve.engine.structured_output.grammar import Grammar
+from tokserve.features.grammar.grammar import Grammar
+from tokserve.features.kv import transfers
+from tokserve.features.kv.tcp import Pull, run_pull
 from tokserve.protocol.kv_transfer import KVTransferParams, transfer_params
 from tokserve.protocol.messages import Submit, SubmitReply
 from tokserve.protocol.params import StructuredOutputs

@@ -15,9 +15,9 @@ import pytest
 from tests.waiting import until
 from tokserve.base.errors import RequestError, Unavailable
 from tokserve.checkpoint import DEMO_DIR
-from tokserve.engine.structured_output import trials as module
-from tokserve.engine.structured_output.grammar import NICENESS, Cost
-from tokserve.engine.structured_output.trials import Trial, Trials
+from tokserve.features.grammar import trials as module
+from tokserve.features.grammar.grammar import NICENESS, Cost
+from tokserve.features.grammar.trials import Trial, Trials
 from tokserve.protocol.params import StructuredOutputs
 
 WIDTH = 300

@@ -18,8 +18,8 @@ from tests.waiting import PATIENCE
 from tokserve.base.errors import Conflict, RequestFailed, StartError
 from tokserve.config import Config
 from tokserve.config.engine_config import rank_config
-from tokserve.executor import auth, merge
-from tokserve.executor.channel import (
+from tokserve.features.ranks import auth, merge
+from tokserve.features.ranks.channel import (
     Begin,
     Broken,
     Channel,
@@ -35,9 +35,9 @@ from tokserve.executor.channel import (
     StoreSet,
     StoreValue,
 )
-from tokserve.executor.hub import Hub
-from tokserve.executor.listeners import PairListener, SocketListener
-from tokserve.executor.worker import connect
+from tokserve.features.ranks.hub import Hub
+from tokserve.features.ranks.listeners import PairListener, SocketListener
+from tokserve.features.ranks.worker import connect
 from tokserve.protocol.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
 from tokserve.protocol.plan import DeviceFacts, StepPlan, StepResult, encode
 

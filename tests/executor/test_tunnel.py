@@ -15,8 +15,8 @@ import zmq
 
 from tests.ports import free_port
 from tokserve.base.curve import ClientKeys, EngineKeys, make_keys
-from tokserve.executor.channel import Channel, Joined, StoreSet
-from tokserve.executor.tunnel import Tunnel
+from tokserve.features.ranks.channel import Channel, Joined, StoreSet
+from tokserve.features.ranks.tunnel import Tunnel
 
 WAIT = 10.0
 
@@ -71,7 +71,7 @@ def test_what_was_sent_arrives_before_the_end() -> None:
 def test_an_end_whose_process_is_killed_ends_the_one_that_connected() -> None:
     """The listener's end ends when the watcher of the process closes it."""
     script = (
-        "import sys, time; from tokserve.base.curve import make_keys; from tokserve.executor.tunnel import Tunnel; "
+        "import sys, time; from tokserve.base.curve import make_keys; from tokserve.features.ranks.tunnel import Tunnel; "
         "import msgspec; engine, client = make_keys(); tunnel = Tunnel('127.0.0.1', engine); "
         "print(tunnel.address, msgspec.json.encode(client).decode(), flush=True); "
         "tunnel.stream.recv(1); print('connected', flush=True); time.sleep(1000)"
@@ -113,7 +113,7 @@ def test_only_peers_with_the_keys_are_accepted() -> None:
 
 
 def test_a_stream_ends_with_its_connection_whatever_was_still_to_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokserve.executor.tunnel.PATIENCE", 10 * 1000 * int(WAIT))
+    monkeypatch.setattr("tokserve.features.ranks.tunnel.PATIENCE", 10 * 1000 * int(WAIT))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for _ in range(40):  # it may be lost before, while or after the tunnel sends
             tunnel = Tunnel(f"127.0.0.1:{listener.getsockname()[1]}", make_keys()[1])

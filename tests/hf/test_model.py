@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.models.driver import Driver, prefill, random_ids
 from tokserve.base.errors import StartError
-from tokserve.client.llm import LLM
 from tokserve.families.hf.load import load
 from tokserve.families.hf.model import TransformersModel
-from tokserve.layers.lora import LoraSlots, LowRank
-from tokserve.models.staging import Staging
+from tokserve.features.lora.layer import LoraSlots, LowRank
+from tokserve.features.offline.llm import LLM
+from tokserve.features.weights.staging import Staging
 from tokserve.protocol.params import SamplingParams
 from tokserve.train import PolicyModel
 

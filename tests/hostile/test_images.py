@@ -150,7 +150,9 @@ def attack(server: Server, bodies: Iterator[dict[str, Any]], fields: tuple[str, 
 def resident(server: Server) -> int:
     """Bytes of the server's processes without those that decode."""
     processes = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
-    return sum(p.memory_info().rss for p in processes if "tokserve.media.worker" not in " ".join(p.cmdline()))
+    return sum(
+        p.memory_info().rss for p in processes if "tokserve.features.images.media.worker" not in " ".join(p.cmdline())
+    )
 
 
 def storm(server: Server, count: int, seed: int) -> None:

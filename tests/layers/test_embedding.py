@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokserve.classifier import HeadSpec
-from tokserve.layers.classifier import Classifier
+from tokserve.features.pooling.classifier import HeadSpec
+from tokserve.features.pooling.head import Classifier
 from tokserve.layers.embedding import Embedding, Head
 from tokserve.layers.options import LayerOptions
 

@@ -10,12 +10,12 @@ import torch
 
 from tokserve import ops
 from tokserve.families.quantization.quant import METHODS
+from tokserve.features.weights.checksums import checksums
 from tokserve.layers.embedding import Embedding, Head
 from tokserve.layers.linear import GatedLinear, Linear
 from tokserve.layers.norm import NormSpec, RMSNorm
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.places import gather, scatter
-from tokserve.models.checksums import checksums
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

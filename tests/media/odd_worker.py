@@ -8,8 +8,8 @@ import time
 
 import msgspec
 
-from tokserve.media import frames
-from tokserve.media.frames import Array, Job, Processed, Refused, WorkerReady
+from tokserve.features.images.media import frames
+from tokserve.features.images.media.frames import Array, Job, Processed, Refused, WorkerReady
 
 
 def main() -> None:

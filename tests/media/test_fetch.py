@@ -13,11 +13,11 @@ import pytest
 from tests.media.web import Web, content, redirect, web_server
 from tokserve.base.errors import RequestError
 from tokserve.config import MediaConfig
-from tokserve.image_parts import ImageUrl
-from tokserve.media import fetch
-from tokserve.media.fetch import Fetcher
-from tokserve.media.hosts import AllowedHosts
-from tokserve.media.sources import ImageSources
+from tokserve.features.images.media import fetch
+from tokserve.features.images.media.fetch import Fetcher
+from tokserve.features.images.media.hosts import AllowedHosts
+from tokserve.features.images.media.sources import ImageSources
+from tokserve.features.images.parts import ImageUrl
 
 FIELD = "content_parts[0].url"
 

@@ -14,9 +14,9 @@ import pytest
 
 from tests.media.web import Web, content, redirect, web_server
 from tokserve.base.errors import RequestError
-from tokserve.media import fetch
-from tokserve.media.fetch import Fetcher, FetchFailed
-from tokserve.media.hosts import AllowedHosts
+from tokserve.features.images.media import fetch
+from tokserve.features.images.media.fetch import Fetcher, FetchFailed
+from tokserve.features.images.media.hosts import AllowedHosts
 
 PEM = Path(__file__).parent / "pictures_test.pem"
 NAMES = ["pictures.test", "other.test"]

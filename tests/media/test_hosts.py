@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tokserve.base.errors import StartError
-from tokserve.media.hosts import AllowedHosts, canonical, is_public
+from tokserve.features.images.media.hosts import AllowedHosts, canonical, is_public
 
 PUBLIC = ("93.184.216.34", "8.8.8.8", "2606:4700:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808")
 NOT_PUBLIC = (

@@ -9,7 +9,8 @@ import pytest
 
 from tests.text.checkpoints import write_chatml
 from tokserve.base.errors import RequestError
-from tokserve.image_parts import (
+from tokserve.features.chat.chat import ChatTemplate
+from tokserve.features.images.parts import (
     ImageSlots,
     ImageUrl,
     UnreadImage,
@@ -22,7 +23,6 @@ from tokserve.image_parts import (
 from tokserve.server.anthropic.conversation import TurnMessages
 from tokserve.server.anthropic.tool_list import ToolList
 from tokserve.server.openai.response_items import InputMessages
-from tokserve.text.chat import ChatTemplate
 from tokserve.text.tokenizer import Tokenizer
 
 PIXEL = "data:image/png;base64,AAAA"

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tokserve.base.errors import RequestError
-from tokserve.media import frames, pool
-from tokserve.media.cache import ByteCache
-from tokserve.media.frames import Array, BrokenFrame
-from tokserve.media.pool import ProcessedImage, WorkerPool, digest_of
+from tokserve.features.images.media import frames, pool
+from tokserve.features.images.media.cache import ByteCache
+from tokserve.features.images.media.frames import Array, BrokenFrame
+from tokserve.features.images.media.pool import ProcessedImage, WorkerPool, digest_of
 
 COMMAND = [sys.executable, "-m", "tests.media.odd_worker"]
 FIELD = "messages[0].content[0].image_url.url"

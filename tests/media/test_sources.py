@@ -11,8 +11,8 @@ import pytest
 
 from tokserve.base.errors import Overloaded, RequestError, StartError
 from tokserve.config import MediaConfig
-from tokserve.image_parts import ImageUrl
-from tokserve.media.sources import PIECE, ImageSources
+from tokserve.features.images.media.sources import PIECE, ImageSources
+from tokserve.features.images.parts import ImageUrl
 
 FIELD = "messages[0].content[1].image_url.url"
 

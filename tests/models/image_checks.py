@@ -11,11 +11,11 @@ from tests.models.pictures import Picture, oracle, oracle_logits, prompt_of
 from tests.runner.drive import Driver, Job
 from tokserve import checkpoint
 from tokserve.config import Config
+from tokserve.features.images.vision import ImageFormat, image_format
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import DeviceFacts
 from tokserve.runner.runner import Runner
 from tokserve.runner.startup import load
-from tokserve.vision import ImageFormat, image_format
 
 Parts = list[list[int] | Picture]
 TEXT = [[5, 9, 13, 200, 7], [31, 4], [77, 8, 19, 250, 44, 3]]

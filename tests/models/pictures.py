@@ -15,8 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from tests.tiny_models import tiny_gemma_vision_config, tiny_vision_config, write_checkpoint
+from tokserve.features.images.vision import KIND, Grid, ImageFormat, encode_image
 from tokserve.protocol.prompt import Feature
-from tokserve.vision import KIND, Grid, ImageFormat, encode_image
 
 
 def patches(kind: ImageFormat, grid: Grid, seed: int) -> NDArray[Any]:

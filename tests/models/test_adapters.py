@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from tests.adapters import write_adapter
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import RequestError
-from tokserve.layers.lora import LowRank
-from tokserve.models import adapters
+from tokserve.features.lora import adapter_files
+from tokserve.features.lora.layer import LowRank
 from tokserve.models.spec import HEADLESS
 
 HIDDEN, INNER = 64, 160
@@ -38,7 +38,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(directory: Path, max_rank: int = 16) -> dict[str, LowRank]:
-    return adapters.read(directory, SIZES, HEADLESS, max_rank)
+    return adapter_files.read(directory, SIZES, HEADLESS, max_rank)
 
 
 def refusal(directory: Path, max_rank: int = 16) -> str:
@@ -50,7 +50,7 @@ def refusal(directory: Path, max_rank: int = 16) -> str:
 
 def test_all_linear_layers_are_read_with_their_scale(base: Path, tmp_path: Path) -> None:
     directory = write_adapter(tmp_path, base, rank=4, alpha=6.0)
-    actual, written = read(directory), load_file(directory / adapters.TENSORS)
+    actual, written = read(directory), load_file(directory / adapter_files.TENSORS)
     assert actual.keys() == SIZES.keys()
     for module, weights in actual.items():
         assert torch.equal(weights.down, written[f"base_model.model.{module}.lora_A.weight"])
@@ -112,7 +112,7 @@ def test_unsupported_adapter_options_are_refused(
     base: Path, tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     directory = write_adapter(tmp_path, base, rank=4)
-    file = directory / adapters.CONFIG
+    file = directory / adapter_files.CONFIG
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     assert words in refusal(directory)
 
@@ -138,15 +138,15 @@ def test_tensors_that_do_not_fit_are_named(base: Path, tmp_path: Path, tensors: 
 
 
 def test_missing_and_invalid_adapter_files_are_named(base: Path, tmp_path: Path) -> None:
-    assert adapters.CONFIG in refusal(tmp_path)
+    assert adapter_files.CONFIG in refusal(tmp_path)
     directory = write_adapter(tmp_path, base)
-    (directory / adapters.TENSORS).rename(directory / "adapter_model.bin")
+    (directory / adapter_files.TENSORS).rename(directory / "adapter_model.bin")
     assert "adapter_model.bin" in refusal(directory)
-    (directory / adapters.TENSORS).write_bytes(b"\x00" * 50)
+    (directory / adapter_files.TENSORS).write_bytes(b"\x00" * 50)
     assert "safetensors" in refusal(directory)
     for text in ("[]", "{", "[" * 100_000):
-        (directory / adapters.CONFIG).write_text(text)
-        assert f"{adapters.CONFIG} of the adapter" in refusal(directory)
+        (directory / adapter_files.CONFIG).write_text(text)
+        assert f"{adapter_files.CONFIG} of the adapter" in refusal(directory)
 
 
 def test_an_adapter_without_tensors(base: Path, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokserve.features.weights.checksums import checksums
 from tokserve.layers.parameter import Parameter
-from tokserve.models.checksums import checksums
 
 
 @dataclass

@@ -17,10 +17,10 @@ from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import ops
 from tokserve.base.errors import RequestError
 from tokserve.config import WeightsConfig
+from tokserve.features.weights.weight_sync import WeightSync
 from tokserve.models import weights
 from tokserve.models.decoder import Decoder
 from tokserve.runner.device import Host
-from tokserve.runner.weight_sync import WeightSync
 
 HF = tiny_config("qwen3", hidden_size=96, intermediate_size=200, dtype="bfloat16")
 FP8 = torch.float8_e4m3fn

@@ -21,12 +21,12 @@ from tokserve.families.quantization.formats import pick
 from tokserve.families.quantization.formats.base import DENSE, WHOLE, DenseFormat, Described, Part, group
 from tokserve.families.quantization.formats.float8 import Float8Format
 from tokserve.families.quantization.quant import FLOAT8, METHODS, UNQUANTIZED, Float8Weight, Unquantized
+from tokserve.features.weights.staging import Staging
 from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import StoredWeight
 from tokserve.models import load as loading
 from tokserve.models.decoder import Decoder
-from tokserve.models.staging import Staging
 
 PACKAGE = Path(loading.__file__).parent.parent
 FP8 = torch.float8_e4m3fn
@@ -234,7 +234,7 @@ ALLOWED = {  # files that may name float8 or int8
     "kv_spec.py": "the cache's dtype", "runner/kvcache.py": "the cache's dtype",
     "families/quantization/kv_scales.py": "the cache's scales", "models/load.py": "the cache's scales",
     "families/hf/load.py": "the cache's dtype", "rl/deltas.py": "the names of safetensors' dtypes",
-    "families/latent/layers.py": "the cache's dtype", "models/quantized_copy.py": "the option",
+    "families/latent/layers.py": "the cache's dtype", "features/speculation/quantized_copy.py": "the option",
     "runner/startup.py": "the option",
 }  # fmt: skip
 NO_FORMAT = re.compile(  # the cache's dtype, what a device can do, the option's value, torch's name

@@ -19,10 +19,10 @@ from tokserve import checkpoint
 from tokserve.base.errors import StartError
 from tokserve.families.gguf import tokenizer as gguf_tokenizer
 from tokserve.families.gguf.header import GgufHeader
+from tokserve.features.chat.chat import ChatTemplate
 from tokserve.models.decoder import Decoder
 from tokserve.models.load import load
 from tokserve.ops import PackedWna16
-from tokserve.text.chat import ChatTemplate
 from tokserve.text.tokenizer import Tokenizer
 
 IDS = random_ids(90, gguf_models.VOCAB, seed=3)

@@ -13,7 +13,7 @@ from tests.models.test_load import IDS, opened, rewrite, stored
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import StartError
 from tokserve.families.quantization.quantized import quantize_int4
-from tokserve.models.staging import Staging
+from tokserve.features.weights.staging import Staging
 from tokserve.ops import PackedInt8, PackedWna16
 
 HF = tiny_config("qwen3", hidden_size=96, intermediate_size=160, dtype="bfloat16", tie_word_embeddings=True)

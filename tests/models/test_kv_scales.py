@@ -15,7 +15,7 @@ from tests.models.driver import prefill
 from tests.models.test_float8 import compressed, quantize
 from tests.models.test_load import IDS, opened, refusal, rewrite, stored
 from tests.tiny_models import tiny_config, write_checkpoint
-from tokserve.models.checksums import checksums
+from tokserve.features.weights.checksums import checksums
 
 HF = tiny_config("qwen3", num_hidden_layers=2)
 LAYER = "model.layers.1.self_attn."

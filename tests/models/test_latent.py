@@ -14,10 +14,10 @@ from tests.models.test_load import opened
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import StartError
 from tokserve.families.latent.layers import LatentAttention
+from tokserve.features.speculation.quantized_copy import QuantizedCopy
+from tokserve.features.weights.coordinates import Coordinates
+from tokserve.features.weights.staging import Staging
 from tokserve.models import weights
-from tokserve.models.coordinates import Coordinates
-from tokserve.models.quantized_copy import QuantizedCopy
-from tokserve.models.staging import Staging
 from tokserve.train.policy import PolicyModel
 
 IDS = random_ids(40, 320)

@@ -15,11 +15,11 @@ from tests.models.test_load import opened
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import RequestError, StartError
 from tokserve.families.quantization.quantized import quantize_int4
+from tokserve.features.weights.coordinates import Coordinates
+from tokserve.features.weights.staging import Staging
 from tokserve.models import weights
-from tokserve.models.coordinates import Coordinates
 from tokserve.models.load import build
 from tokserve.models.registry import decoder_spec
-from tokserve.models.staging import Staging
 from tokserve.ops import PackedWna16
 
 IDS = random_ids(60, 320)

@@ -15,8 +15,8 @@ from tests.models.driver import Driver, prefill, random_ids
 from tests.models.test_load import opened, rewrite, stored
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import RequestError, StartError
+from tokserve.features.weights.staging import Staging
 from tokserve.models import weights
-from tokserve.models.staging import Staging
 from tokserve.ops import PackedWeight, PackedWna16
 
 HF = tiny_config("gpt_oss", hidden_size=96, intermediate_size=64, dtype="bfloat16")

@@ -21,7 +21,7 @@ from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import RequestError, StartError
 from tokserve.families.quantization.formats.base import is_finite
 from tokserve.families.quantization.formats.packed import PackedFormat, unpacked
-from tokserve.models.staging import Staging
+from tokserve.features.weights.staging import Staging
 from tokserve.ops import PackedWna16
 
 HF = tiny_config("qwen3", hidden_size=96, intermediate_size=192, head_dim=24)

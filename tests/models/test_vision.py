@@ -17,10 +17,10 @@ from tests.tiny_models import tiny_vision_config, write_checkpoint
 from tokserve import checkpoint
 from tokserve.base.errors import StartError
 from tokserve.config import Config
+from tokserve.features.images.vision import Grid, decode_image
 from tokserve.models.registry import decoder_spec
 from tokserve.protocol.params import SamplingParams
 from tokserve.runner.startup import load
-from tokserve.vision import Grid, decode_image
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)

@@ -13,7 +13,7 @@ import pytest
 
 from tests import needs
 from tests.ray.cluster import RayCluster
-from tokserve.client.llm import LLM
+from tokserve.features.offline.llm import LLM
 from tokserve.protocol.params import SamplingParams
 
 pytestmark = [needs.RAY.skips(), pytest.mark.slow, pytest.mark.timeout(900)]

@@ -50,7 +50,7 @@ def left(cluster: RayCluster) -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             line = " ".join(process.cmdline())
-            if "-m tokserve.executor.worker" in line or "-m tokserve.engine.process" in line:
+            if "-m tokserve.features.ranks.worker" in line or "-m tokserve.engine.process" in line:
                 processes += [process] if cluster.has_started(process) else []
         except psutil.Error:
             continue
@@ -92,7 +92,7 @@ def test_a_killed_rank_ends_the_others(cluster: RayCluster, victim: str) -> None
         if victim == "server":
             server.process.kill()
         else:
-            name = "tokserve.engine.process" if victim == "engine" else "tokserve.executor.worker"
+            name = "tokserve.engine.process" if victim == "engine" else "tokserve.features.ranks.worker"
             next(process for process in processes if name in process.cmdline()).send_signal(signal.SIGKILL)
             assert server.process.wait(PATIENCE) == 1
         until(lambda: not left(cluster), "processes are left")

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests import needs
-from tokserve.client.llm import LLM
+from tokserve.features.offline.llm import LLM
 from tokserve.protocol.params import SamplingParams
 
 pytestmark = needs.RAY.skips()

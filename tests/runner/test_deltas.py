@@ -26,9 +26,11 @@ from torch import Tensor
 from tests.runner.test_weight_sync import Trainer, announcement, feed, outcome, segment, start
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import Conflict, RequestError
-from tokserve.models.checksums import checksums
-from tokserve.models.coordinates import Coordinates
-from tokserve.models.delta_staging import DeltaStaging
+from tokserve.features.weights import delta_sources
+from tokserve.features.weights.checksums import checksums
+from tokserve.features.weights.coordinates import Coordinates
+from tokserve.features.weights.delta_staging import DeltaStaging
+from tokserve.features.weights.weight_sources import Announcement
 from tokserve.rl import WeightsError
 from tokserve.rl import checksums as digests
 from tokserve.rl.delta_directory import WeightDirectory
@@ -44,8 +46,6 @@ from tokserve.rl.deltas import (
 )  # fmt: skip
 from tokserve.rl.push import PushedWeights, ServerTensors, sparse_broadcast
 from tokserve.rl.sums import bits_of, change, partial_sum, set_checksum, tensor_sum
-from tokserve.runner import delta_sources
-from tokserve.runner.weight_sources import Announcement
 
 Weights = dict[str, Tensor]
 

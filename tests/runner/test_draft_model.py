@@ -17,10 +17,11 @@ from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import jobs, outcomes, prompt
 from tests.tiny_models import tiny_config
 from tokserve.base.errors import StartError
+from tokserve.features.speculation import draft_model
+from tokserve.features.speculation.draft_progress import DraftProgress
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import DRAWN, DeviceFacts, NewRow, StepPlan
-from tokserve.runner import device, draft_model
-from tokserve.runner.draft_progress import DraftProgress
+from tokserve.runner import device
 from tokserve.runner.runner import Runner
 
 VOCAB = 320

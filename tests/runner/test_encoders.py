@@ -18,7 +18,7 @@ from tests.tiny_models import write_checkpoint
 from tokserve.base.errors import StartError
 from tokserve.config import Config
 from tokserve.config.resolve import resolve
-from tokserve.encoders import ENDINGS, FAMILIES
+from tokserve.features.pooling.encoders import ENDINGS, FAMILIES
 from tokserve.protocol.params import PoolingParams
 from tokserve.protocol.plan import NewRow
 from tokserve.runner.runner import Runner

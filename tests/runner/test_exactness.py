@@ -12,11 +12,11 @@ from torch import Tensor
 from tests.tiny_models import tiny_config
 from tokserve import ops
 from tokserve.config import LoraConfig, WeightsConfig
+from tokserve.features.lora.adapter_slots import LoraTables
 from tokserve.layers.linear import GatedLinear, Linear
 from tokserve.models.decoder import Decoder
 from tokserve.models.load import load
 from tokserve.runner import exactness
-from tokserve.runner.lora import LoraTables
 
 
 def by_the_batch(out: Tensor) -> Tensor:

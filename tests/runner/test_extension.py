@@ -12,7 +12,7 @@ import pytest
 from tests.runner.drive import make_runner
 from tests.tiny_models import tiny_config
 from tokserve.base.errors import Forbidden, NotFound, RequestError, StartError
-from tokserve.runner import extension
+from tokserve.features.weights import extension
 
 HERE = __name__
 

@@ -11,13 +11,13 @@ import torch
 
 from tests.runner.drive import Driver, Job, on_either_device, plan_of
 from tests.runner.test_runner import outcomes, prompt
+from tokserve.features.images.encoder import ImageEncoder
+from tokserve.features.images.features import FeatureRows, FeatureTable
 from tokserve.layers.batch import ForwardBatch
 from tokserve.models.decoder import Decoder
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import DeviceFacts, NewRow, StepPlan
 from tokserve.protocol.prompt import Feature
-from tokserve.runner.encoder import ImageEncoder
-from tokserve.runner.features import FeatureRows, FeatureTable
 from tokserve.runner.runner import Runner
 
 HIDDEN = 64

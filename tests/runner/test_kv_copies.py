@@ -11,8 +11,8 @@ import torch
 
 from tests.runner.drive import make_runner
 from tokserve.base.errors import StartError
-from tokserve.runner.kv_copies import KVCopies
-from tokserve.runner.kv_identity import weights_digest
+from tokserve.features.kv.kv_copies import KVCopies
+from tokserve.features.kv.kv_identity import weights_digest
 
 QWEN = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 32, "intermediate_size": 64,

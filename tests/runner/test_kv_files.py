@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tokserve.base.errors import StartError
-from tokserve.runner import kv_files
-from tokserve.runner.kv_files import HEADER_BYTES, BlockFiles, FileError
+from tokserve.features.kv import kv_files
+from tokserve.features.kv.kv_files import HEADER_BYTES, BlockFiles, FileError
 
 ID, OTHER = b"i" * 32, b"o" * 32
 SIZE = 1000

@@ -15,9 +15,9 @@ from tests.runner.drive import Driver, Job, on_either_device, plan_of
 from tests.runner.test_runner import outcomes, prompt
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import StartError
-from tokserve.client.pooling import VectorRules, pooler_of
 from tokserve.config import Config
 from tokserve.config.resolve import resolve
+from tokserve.features.pooling.pooled_outputs import VectorRules, pooler_of
 from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.protocol.plan import NOT_FINITE, OK, DeviceFacts, NewRow, StepResult
 from tokserve.runner.runner import Runner

@@ -14,9 +14,9 @@ from tests.runner.drive import make_runner, plan_of
 from tests.tiny_models import tiny_config
 from tokserve.base.errors import RequestFailed
 from tokserve.base.trace import Spans
+from tokserve.features.profiler.recorder import RunnerProfiler
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import NewRow
-from tokserve.runner.profiler import RunnerProfiler
 
 
 @pytest.mark.parametrize("written", [None, b"", b'{"traceEvents": [{"ph'])

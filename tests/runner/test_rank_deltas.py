@@ -16,16 +16,16 @@ from torch import Tensor
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import checkpoint, ops
 from tokserve.base.errors import Conflict, RequestError
+from tokserve.features.ranks.collectives import ProcessGroup
+from tokserve.features.weights.checksums import checksums
+from tokserve.features.weights.coordinates import Coordinates
+from tokserve.features.weights.delta_staging import DeltaStaging
+from tokserve.features.weights.rank_sums import RankSums, merged
 from tokserve.layers.parallel import Group, Stage
-from tokserve.models.checksums import checksums
-from tokserve.models.coordinates import Coordinates
 from tokserve.models.decoder import Decoder
-from tokserve.models.delta_staging import DeltaStaging
 from tokserve.models.load import load
 from tokserve.rl.deltas import difference
 from tokserve.rl.sums import Sums, set_checksum, tensor_sum
-from tokserve.runner.collectives import ProcessGroup
-from tokserve.runner.rank_sums import RankSums, merged
 
 WHOLE = (1, 1)
 

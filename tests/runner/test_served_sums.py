@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from tokserve.models.coordinates import Coordinates
+from tokserve.features.weights.coordinates import Coordinates
+from tokserve.features.weights.served_sums import ServedSums
 from tokserve.models.decoder import Decoder
 from tokserve.rl.sums import Sums
-from tokserve.runner.served_sums import ServedSums
 
 
 class Model:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tokserve.base.errors import RequestError
+from tokserve.features.weights.weight_sources import SHARED_MEMORY, Announcement, shared_memory
 from tokserve.rl.broadcast import Declared
-from tokserve.runner.weight_sources import SHARED_MEMORY, Announcement, shared_memory
 
 ONE: Declared = ("norm", torch.float32, (4,))
 

@@ -467,7 +467,7 @@ def test_an_interrupt_counts_while_the_trainer_is_looked_up(bench: Bench, monkey
         runner.interrupt()
         return "127.0.0.1"
 
-    monkeypatch.setattr("tokserve.runner.weight_sync.socket.gethostbyname", look_up)
+    monkeypatch.setattr("tokserve.features.weights.weight_sync.socket.gethostbyname", look_up)
     options = {"master_address": "trainer", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
     with pytest.raises(TransferFailed, match=r"^the transfer was interrupted$"):
         runner.background("init_weight_transfer", {"options": options | {"backend": "gloo"}})

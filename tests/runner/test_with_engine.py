@@ -18,8 +18,8 @@ from tests.tiny_models import tiny_config
 from tokserve.config import Config
 from tokserve.engine.core import EngineCore
 from tokserve.engine.request import Request
-from tokserve.engine.speculation.drafter import Drafter
 from tokserve.executor.inline import InlineExecutor
+from tokserve.features.speculation.drafter import Drafter
 from tokserve.protocol.messages import DraftCounts
 from tokserve.runner import device
 

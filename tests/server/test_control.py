@@ -12,9 +12,9 @@ from tests.replies import good
 from tests.server.scripted_llm import complete
 from tests.server.site import Site, command_site
 from tokserve.base.errors import BY_STATUS, Conflict, RequestError
+from tokserve.features.weights.weight_routes import PIECE
 from tokserve.protocol.messages import Status
 from tokserve.protocol.prompt import pack_ids
-from tokserve.server.admin.weights import PIECE
 from tokserve.server.app import CONTROL
 from tokserve.server.trainers import routes as trainers
 

@@ -5,8 +5,8 @@ import os
 from tests.server.scripted_llm import TOKEN_SECONDS, says
 from tests.server.site import site
 from tests.server.test_metrics import values
+from tokserve.features.observe.counters import ApiProcess, SharedCounters, create_shared_memory
 from tokserve.protocol.messages import StepStats
-from tokserve.server.observe.counters import ApiProcess, SharedCounters, create_shared_memory
 
 
 def test_rows_are_summed_and_outlive_their_writer() -> None:

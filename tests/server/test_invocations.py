@@ -13,8 +13,8 @@ from tests.replies import good
 from tests.server.scripted_llm import endless
 from tests.server.site import Caller, site
 from tokserve.checkpoint import DEMO_DIR
-from tokserve.server.pooling import inputs
-from tokserve.server.pooling.inputs import PooledPrompts, PoolingUsage
+from tokserve.features.pooling.routes import inputs
+from tokserve.features.pooling.routes.inputs import PooledPrompts, PoolingUsage
 
 PATH = "/invocations"
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "request_id": "r"}

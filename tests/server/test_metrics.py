@@ -10,9 +10,9 @@ import pytest
 from tests.server.scripted_llm import TOKEN_SECONDS, WAIT_SECONDS, says
 from tests.server.site import Site, site
 from tokserve.client.outputs import EngineReport, Status, StepStats, StoreStats
+from tokserve.features.observe.metrics import SAMPLED
 from tokserve.server.compat import VLLM_METRICS
 from tokserve.server.http.loop_monitor import LoopMonitor
-from tokserve.server.observe.metrics import SAMPLED
 
 NAMES = [
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total",

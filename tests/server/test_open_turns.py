@@ -14,9 +14,9 @@ from tests.server.test_anthropic_replies import put_together
 from tests.server.test_tools import flat, joined
 from tests.text.test_parsing import THOUGHTS
 from tests.text.tool_templates import HERMES, MISTRAL, OPENED, THINKER
-from tokserve.text.chat import ChatTemplate
-from tokserve.text.open_turn import answer_start
-from tokserve.text.output_format import AnswerStart
+from tokserve.features.chat.chat import ChatTemplate
+from tokserve.features.chat.open_turn import answer_start
+from tokserve.features.chat.output_format import AnswerStart
 
 CHAT, MESSAGES, GENERATE = "/v1/chat/completions", "/v1/messages", "/inference/v1/generate"
 USER = {"role": "user", "content": "hi"}

@@ -14,11 +14,13 @@ from tokserve.base.errors import QueueFull
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    return [vars(record)["fields"] for record in caplog.records if record.name == "tokserve.server.observe.request_log"]
+    return [
+        vars(record)["fields"] for record in caplog.records if record.name == "tokserve.features.observe.request_log"
+    ]
 
 
 def logged(caplog: pytest.LogCaptureFixture, **options: Any) -> Site:
-    caplog.set_level("INFO", "tokserve.server.observe.request_log")
+    caplog.set_level("INFO", "tokserve.features.observe.request_log")
     return site(**{"log_requests": True} | options)
 
 
@@ -100,7 +102,7 @@ def test_nothing_is_logged_unless_asked_for(caplog: pytest.LogCaptureFixture) ->
 def test_every_line_of_a_request_has_its_id(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(
-        "tokserve.server.observe.request_log._log_event",
+        "tokserve.features.observe.request_log._log_event",
         lambda event, **fields: seen.append((event, log.request_id.get())),
     )
     s = logged(caplog)

@@ -11,7 +11,7 @@ import pytest
 from tests.server.site import Site, site
 from tokserve.config import Config
 from tokserve.config.resolve import resolve
-from tokserve.server.observe.status_page import FILE
+from tokserve.features.observe.status_page import FILE
 
 PAGE = FILE.read_text()
 SCRIPT = PAGE[PAGE.index("<script>") : PAGE.index("</script>")]

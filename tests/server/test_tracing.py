@@ -17,8 +17,8 @@ from tests.server.scripted_llm import FORWARD_SECONDS, TOKEN_SECONDS, WAIT_SECON
 from tests.server.site import Site
 from tokserve.base.errors import QueueFull
 from tokserve.config import Config
+from tokserve.features.observe.tracing import Tracing
 from tokserve.server.app import build_app
-from tokserve.server.observe.tracing import Tracing
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.text.checkpoints import CHATML, oracle, write_chatml
 from tokserve.base.errors import RequestError, StartError
-from tokserve.text.chat import ChatTemplate
+from tokserve.features.chat.chat import ChatTemplate
 from tokserve.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[2] / "tokserve" / "demo_model"

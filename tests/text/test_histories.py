@@ -9,7 +9,7 @@ import pytest
 from tests.server.byte_tokenizer import byte_tokenizer
 from tests.text.tool_templates import HERMES, MISTRAL, THINKER
 from tokserve.base.errors import RequestError
-from tokserve.text.chat import ChatTemplate
+from tokserve.features.chat.chat import ChatTemplate
 
 USER = {"role": "user", "content": "q"}
 DEEPSEEK_LIKE = (  # tests whether there are calls by whether the field is there

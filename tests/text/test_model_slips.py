@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.text.test_parsing import FORMATS, THOUGHTS, Said, add, call, content
-from tokserve.text import parameters
-from tokserve.text.output_format import AnswerStart, OutputFormat
-from tokserve.text.parsing import Parser
+from tokserve.features.chat import parameters
+from tokserve.features.chat.output_format import AnswerStart, OutputFormat
+from tokserve.features.chat.parsing import Parser
 
 STRING = {"type": "string"}
 PROPERTIES: dict[str, Any] = {

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tokserve.text import parameters
-from tokserve.text.output_format import AnswerStart, OutputFormat
-from tokserve.text.parsing import Parser
-from tokserve.text.tool_formats import FORCED, THINKING, TOOL_FORMATS
+from tokserve.features.chat import parameters
+from tokserve.features.chat.output_format import AnswerStart, OutputFormat
+from tokserve.features.chat.parsing import Parser
+from tokserve.features.chat.tool_formats import FORCED, THINKING, TOOL_FORMATS
 
 FORMATS = {form.name: form for form in (*TOOL_FORMATS, FORCED)}
 THOUGHTS = {thinking.name: thinking for thinking in THINKING}

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer as Backend
 
 from tests.engine.grammars import Matcher
 from tokserve.base.errors import RequestError
-from tokserve.engine.structured_output.grammar import Compiler
+from tokserve.features.chat.reasoning_grammars import after_reasoning
+from tokserve.features.chat.tool_formats import THINKING, named
+from tokserve.features.grammar.grammar import Compiler
 from tokserve.protocol.params import StructuredOutputs
-from tokserve.text.reasoning_grammars import after_reasoning
 from tokserve.text.tokenizer import Tokenizer
-from tokserve.text.tool_formats import THINKING, named
 
 EOS = 0
 QWEN = named(THINKING, "qwen3")

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tests.text import tool_templates
 from tests.text.checkpoints import CHATML, KINDS, oracle, write
 from tokserve.base.errors import RequestError
-from tokserve.text.chat import ChatTemplate
+from tokserve.features.chat.chat import ChatTemplate
 from tokserve.text.tokenizer import Tokenizer
 
 ENDS = ["<|im_start|>", "<|im_end|>", "<｜User｜>", "</s>", "<unk>", "[INST]", "<tool_call>", "</think>"]  # noqa: RUF001

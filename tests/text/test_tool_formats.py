@@ -8,10 +8,10 @@ import pytest
 
 from tests.server.byte_tokenizer import byte_tokenizer
 from tests.text.tool_templates import SHOWS, UNKNOWN
-from tokserve.text import tool_formats
-from tokserve.text.chat import ChatTemplate
-from tokserve.text.output_format import OutputFormat
-from tokserve.text.parsing import Parser
+from tokserve.features.chat import tool_formats
+from tokserve.features.chat.chat import ChatTemplate
+from tokserve.features.chat.output_format import OutputFormat
+from tokserve.features.chat.parsing import Parser
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
 QUESTION = [{"role": "user", "content": "1+1?"}]

@@ -16,13 +16,13 @@ from tokenizers import Tokenizer as Backend
 
 from tests.engine.grammars import Matcher
 from tokserve.base.errors import RequestError
-from tokserve.engine.structured_output.grammar import Compiler
+from tokserve.features.chat import tool_grammars
+from tokserve.features.chat.output_format import OutputFormat
+from tokserve.features.chat.parsing import Parser
+from tokserve.features.chat.tool_formats import TOOL_FORMATS, named
+from tokserve.features.grammar.grammar import Compiler
 from tokserve.protocol.params import StructuredOutputs
-from tokserve.text import tool_grammars
-from tokserve.text.output_format import OutputFormat
-from tokserve.text.parsing import Parser
 from tokserve.text.tokenizer import Tokenizer
-from tokserve.text.tool_formats import TOOL_FORMATS, named
 
 EOS = "<|im_end|>"
 MARKERS = sorted({mark for form in TOOL_FORMATS for mark in form.markers()})

@@ -17,8 +17,8 @@ from tokserve.base.errors import RequestError, StartError
 from tokserve.bench import datasets
 from tokserve.bench.datasets import Conversation, DatasetSpec
 from tokserve.bench.report import Outcome, spread, totals
-from tokserve.client.llm import LLM
 from tokserve.client.results import RequestOutput
+from tokserve.features.offline.llm import LLM
 from tokserve.protocol.params import SamplingParams
 
 

@@ -24,7 +24,7 @@ from tokserve.cli.listen import BACKLOG
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.outputs import StepStats, total
 from tokserve.config import Config
-from tokserve.server.observe.counters import ApiProcess
+from tokserve.features.observe.counters import ApiProcess
 
 logger = logging.getLogger("tokserve.serve")
 HANG_UP = (2.0, 0.5)  # seconds to send the last bytes of replies, after the first signal and after further ones
@@ -124,7 +124,7 @@ def http_server(llm: AsyncLLM, config: Config, api_process: ApiProcess | None) -
 def _tracing(config: Config) -> Any:
     """The tracing.  Raises StartError if its package is missing."""
     try:
-        from tokserve.server.observe.tracing import Tracing
+        from tokserve.features.observe.tracing import Tracing
     except ImportError:
         raise StartError("otlp_traces_endpoint needs OpenTelemetry: pip install 'tokserve[otel]'") from None
     names = config.server.served_model_name or [config.model.model]

@@ -18,12 +18,13 @@ import uvloop
 import tokserve
 from tokserve.base import log, one_blas_thread  # noqa: F401
 from tokserve.base.errors import StartError
-from tokserve.cli import headless, listen
+from tokserve.cli import listen
 from tokserve.cli.http import ApiServer, Signals, banner, report
-from tokserve.cli.supervisor import Supervisor
 from tokserve.config import SECRET, WITHOUT_EFFECT, Config, fields
 from tokserve.config.resolve import model_name, resolve
 from tokserve.config.vllm import own_options
+from tokserve.features.fleet.supervisor import Supervisor
+from tokserve.features.ranks import headless
 
 logger = logging.getLogger("tokserve.serve")
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from tokserve.base.errors import Conflict, EngineDead, RequestError
-from tokserve.client.adapters import AdapterLoads, LoRARequest
+from tokserve.features.lora.lora_requests import AdapterLoads, LoRARequest
 from tokserve.protocol.commands import UpdateFromDirectory
 from tokserve.protocol.messages import Status
 from tokserve.protocol.prompt import pack_ids

@@ -21,31 +21,31 @@ from typing import Any, Self
 from tokserve import checkpoint
 from tokserve.base.errors import EngineDead
 from tokserve.base.structs import prepare_structs
-from tokserve.client.adapters import AdapterChoice, LoRARequest, adapter_name
 from tokserve.client.admin import AdminMethods
-from tokserve.client.announcement import RequestAnnouncement
 from tokserve.client.engine_args import options_of
 from tokserve.client.engine_client import EngineClient
 from tokserve.client.generation_config import generation_defaults
 from tokserve.client.inputs import GenerateRequest, Inputs, bare_id, token_prompt, typed
 from tokserve.client.model_view import ModelView, transformers_tokenizer
 from tokserve.client.outputs import ChoiceOutput, EngineReport, Ready, Status, StepStats
-from tokserve.client.prompts import Prompt, Tokenization, read, tokenization
-from tokserve.client.replicas import Replicas
 from tokserve.client.request_state import RequestState
 from tokserve.client.results import RequestOutput, follow
 from tokserve.client.sampling_params import RequestOutputKind, output_rules, sampling_of
 from tokserve.client.stream import Stream, collect
-from tokserve.client.weight_pushes import WeightPushes
 from tokserve.config import Config
 from tokserve.config.resolve import resolve
-from tokserve.image_parts import ImageUrl
-from tokserve.media.images import ImageReader, refuse_images, with_images
+from tokserve.features.chat.chat import ChatTemplate
+from tokserve.features.chat.prompts import Prompt, Tokenization, read, tokenization
+from tokserve.features.fairness.announcement import RequestAnnouncement
+from tokserve.features.fleet.replicas import Replicas
+from tokserve.features.images.media.images import ImageReader, refuse_images, with_images
+from tokserve.features.images.parts import ImageUrl
+from tokserve.features.images.vision import image_format
+from tokserve.features.lora.lora_requests import AdapterChoice, LoRARequest, adapter_name
+from tokserve.features.weights.weight_pushes import WeightPushes
 from tokserve.protocol.params import PoolingParams, RequestOptions, SamplingParams
 from tokserve.protocol.prompt import TokenPrompt, unpack_ids
-from tokserve.text.chat import ChatTemplate
 from tokserve.text.tokenizer import Tokenizer
-from tokserve.vision import image_format
 
 __all__ = ["AsyncLLM", "ChoiceOutput", "GenerateRequest", "StepStats", "Stream", "collect"]
 

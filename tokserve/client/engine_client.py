@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from tokserve.base.errors import BY_STATUS, EngineDead, RequestError, RequestFailed, StartError
 from tokserve.base.processes import see_log
-from tokserve.client.announcement import RequestAnnouncement
 from tokserve.client.client_socket import ClientSocket
 from tokserve.client.heartbeat import Heartbeat
 from tokserve.client.launch import EngineHandle, watch
@@ -23,6 +22,7 @@ from tokserve.client.outputs import EngineReport, Ready, Status, StepStats
 from tokserve.client.request_state import RequestState
 from tokserve.client.requests import Requests
 from tokserve.config import Config
+from tokserve.features.fairness.announcement import RequestAnnouncement
 from tokserve.protocol.messages import (
     Abort,
     Announce,

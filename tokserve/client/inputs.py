@@ -18,8 +18,8 @@ import numpy as np
 from tokserve.base.errors import RequestError, mistyped
 from tokserve.client.form_defaults import FormDefaults
 from tokserve.client.request_state import ChoiceState, DeliveryRules, RequestState
-from tokserve.client.transfer_check import check_transfer
 from tokserve.config import Config, LimitsConfig
+from tokserve.features.kv.transfer_check import check_transfer
 from tokserve.protocol.messages import EngineRequest, Ready
 from tokserve.protocol.params import PoolingParams, RequestOptions, SamplingParams, check_ranges, wrap_seed
 from tokserve.protocol.prompt import TokenPrompt, pack_ids, without_content

@@ -14,9 +14,9 @@ import msgspec
 from tokserve import checkpoint
 from tokserve.base.errors import StartError
 from tokserve.config import Config
+from tokserve.features.chat.chat import ChatTemplate
 from tokserve.protocol.messages import Ready
 from tokserve.protocol.params import SamplingParams
-from tokserve.text.chat import ChatTemplate
 
 
 class ModelView:

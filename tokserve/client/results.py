@@ -13,11 +13,11 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from tokserve.client.adapters import LoRARequest
 from tokserve.client.outputs import ChoiceOutput, Logprobs, SamplingMasks, merge
 from tokserve.client.sampling_params import OutputRules, RequestOutputKind
 from tokserve.client.stream import Stream
-from tokserve.image_parts import Placeholder
+from tokserve.features.images.parts import Placeholder
+from tokserve.features.lora.lora_requests import LoRARequest
 from tokserve.protocol.params import SamplingParams
 from tokserve.text.token_texts import LOOKBACK, TokenTexts
 from tokserve.text.tokenizer import Tokenizer

@@ -14,11 +14,10 @@ from typing import Any
 
 import msgspec
 
-from tokserve import checkpoint, encoders
+from tokserve import checkpoint
 from tokserve.base import cgroups
 from tokserve.base.cpu_list import cpu_list
 from tokserve.base.errors import StartError
-from tokserve.classifier import is_base, is_classifier
 from tokserve.config import (
     DEFAULT_BLOCK_SIZE,
     Config,
@@ -31,6 +30,8 @@ from tokserve.config import (
 )
 from tokserve.config.engine_config import GPU_FILE
 from tokserve.config.option_checks import check, check_encoder, is_local, is_open
+from tokserve.features.pooling import encoders
+from tokserve.features.pooling.classifier import is_base, is_classifier
 from tokserve.protocol.params import VLLM_LOGPROBS_MODES
 
 logger = logging.getLogger(__name__)

@@ -15,22 +15,22 @@ import msgspec
 
 from tokserve.base.errors import RequestError
 from tokserve.config import Config
-from tokserve.engine.admin.adapters import MAX_NAME, Adapters
-from tokserve.engine.deadlines import Deadlines
-from tokserve.engine.external_kv import ExternalKV
 from tokserve.engine.output.front_ends import Emit
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.registry import Registry
 from tokserve.engine.request import Request
 from tokserve.engine.scheduler import Scheduler
-from tokserve.engine.speculation.drafter import prediction_index
-from tokserve.engine.speculation.token_index import TokenIndex
-from tokserve.engine.structured_output.grammars import Grammars
-from tokserve.engine.structured_output.pending_grammars import PendingGrammars
+from tokserve.features.fairness.deadlines import Deadlines
+from tokserve.features.grammar.grammars import Grammars
+from tokserve.features.grammar.pending_grammars import PendingGrammars
+from tokserve.features.images.vision import KIND, ImageFormat, check_image
+from tokserve.features.kv.external_kv import ExternalKV
+from tokserve.features.lora.commands import MAX_NAME, Adapters
+from tokserve.features.speculation.drafter import prediction_index
+from tokserve.features.speculation.token_index import TokenIndex
 from tokserve.protocol.messages import EngineRequest, Status, Submit, SubmitReply
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.prompt import Feature, TokenPrompt
-from tokserve.vision import KIND, ImageFormat, check_image
 
 logger = logging.getLogger(__name__)
 

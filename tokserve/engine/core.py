@@ -23,16 +23,9 @@ import msgspec
 
 from tokserve.config import Config
 from tokserve.engine.admin.aborts import Aborts
-from tokserve.engine.admin.adapters import Adapters
 from tokserve.engine.admin.command import Command, Commands, command
 from tokserve.engine.admin.control import Control
-from tokserve.engine.admin.profiler import LOOP, Profiler
 from tokserve.engine.admission import SLICE, Admission
-from tokserve.engine.announcements import Announcements
-from tokserve.engine.deadlines import Deadlines
-from tokserve.engine.external_kv import ExternalKV
-from tokserve.engine.kv_cache.event_publisher import EventPublisher
-from tokserve.engine.kv_cache.events import EventLog
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.output.front_ends import Emit, FrontEnds
 from tokserve.engine.output.output_buffer import Limits
@@ -40,12 +33,19 @@ from tokserve.engine.plan_builder import InFlightStep
 from tokserve.engine.registry import Registry
 from tokserve.engine.request import Request
 from tokserve.engine.scheduler import Scheduler
-from tokserve.engine.speculation.drafter import Drafter, NoDrafts
-from tokserve.engine.speculation.drafter import make as make_drafter
-from tokserve.engine.structured_output.grammars import Grammars
-from tokserve.engine.structured_output.mask_worker import MaskWorker
 from tokserve.executor.base import Executor
 from tokserve.families.recurrent.snapshots import Snapshots
+from tokserve.features.fairness.announcements import Announcements
+from tokserve.features.fairness.deadlines import Deadlines
+from tokserve.features.grammar.grammars import Grammars
+from tokserve.features.grammar.mask_worker import MaskWorker
+from tokserve.features.kv.event_publisher import EventPublisher
+from tokserve.features.kv.events import EventLog
+from tokserve.features.kv.external_kv import ExternalKV
+from tokserve.features.lora.commands import Adapters
+from tokserve.features.profiler.commands import LOOP, Profiler
+from tokserve.features.speculation.drafter import Drafter, NoDrafts
+from tokserve.features.speculation.drafter import make as make_drafter
 from tokserve.protocol.kv_spec import KVLayout
 from tokserve.protocol.messages import (
     Abort,

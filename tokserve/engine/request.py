@@ -18,20 +18,20 @@ from typing import Any
 import numpy as np
 
 from tokserve.base.errors import RequestError
-from tokserve.engine.adapter import Adapter
 from tokserve.engine.kv_cache.block_table import BlockTable
 from tokserve.engine.output.columns import PackedMasks, PackedRows, StepColumns
 from tokserve.engine.output.output_buffer import Limits, OutputBuffer
-from tokserve.engine.speculation.draft_log import DraftLog
-from tokserve.engine.speculation.draft_state import Corpus, DraftState, DrawState
-from tokserve.engine.speculation.token_index import TokenIndex
 from tokserve.engine.stopping import StopChecker
-from tokserve.engine.structured_output.grammar import Grammar, GrammarState
+from tokserve.features.grammar.grammar import Grammar, GrammarState
+from tokserve.features.images.vision import KIND
+from tokserve.features.lora.adapter import Adapter
+from tokserve.features.speculation.draft_log import DraftLog
+from tokserve.features.speculation.draft_state import Corpus, DraftState, DrawState
+from tokserve.features.speculation.token_index import TokenIndex
 from tokserve.protocol.messages import DraftCounts, EngineRequest, Finish
 from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.protocol.plan import NO_LEGAL_TOKEN, NOT_FINITE, Float32, NewRow
 from tokserve.protocol.prompt import Feature, check_features
-from tokserve.vision import KIND
 
 RESTRICTIONS = {  # of `SamplingParams`: the fields that exclude tokens, as an error names them
     "structured_outputs": "structured_outputs",

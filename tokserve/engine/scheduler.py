@@ -15,16 +15,16 @@ from itertools import islice
 
 from tokserve.base.errors import StartError
 from tokserve.config import SchedulerConfig
-from tokserve.engine.adapter import Adapter
 from tokserve.engine.counters import Counters, WeightEpochs
-from tokserve.engine.fairness import FairQueue, Shares, choose_displaced, choose_victim
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.output.columns import PackedMasks, PackedRows
-from tokserve.engine.pace import StepPace
 from tokserve.engine.plan_builder import InFlightStep, PlanBuilder, ScheduledRow
 from tokserve.engine.queue import POLICIES, Excess, Queue, QueueLimits
 from tokserve.engine.request import Request, State
-from tokserve.engine.speculation.drafter import Drafter
+from tokserve.features.fairness.fairness import FairQueue, Shares, choose_displaced, choose_victim
+from tokserve.features.fairness.pace import StepPace
+from tokserve.features.lora.adapter import Adapter
+from tokserve.features.speculation.drafter import Drafter
 from tokserve.protocol.messages import StepStats, StoreStats
 from tokserve.protocol.plan import NOT_FINITE, OK, StepPlan, StepResult
 

@@ -12,8 +12,8 @@ from typing import Any, Literal, Protocol
 
 from tokserve.config import Config
 from tokserve.executor.inline import InlineExecutor
-from tokserve.executor.spawn import LocalSpawn
-from tokserve.executor.workers import WorkersExecutor
+from tokserve.features.ranks.spawn import LocalSpawn
+from tokserve.features.ranks.workers import WorkersExecutor
 from tokserve.protocol.plan import DeviceFacts, GrammarBitmask, Int32, StepPlan, StepResult
 
 Lane = Literal["pages", "read", "write"]  # between pages and memory, from files, to files

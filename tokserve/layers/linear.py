@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.families.quantization.quant import Packed, gated, pack_rows
-from tokserve.layers.lora import LoraSlots, LowRank
+from tokserve.features.lora.layer import LoraSlots, LowRank
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import Span, Split
 from tokserve.layers.parameter import Parameter, StoredWeight, as_dense, part_of

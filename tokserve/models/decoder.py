@@ -16,9 +16,13 @@ from tokserve.base.errors import RequestError, StartError
 from tokserve.families.latent.layers import LatentAttention, LatentAttentionSpec
 from tokserve.families.mixtures.experts import Mixture, MixtureSpec, StackedParameter
 from tokserve.families.recurrent.layers import GatedDelta, GatedDeltaSpec, ShortConv
+from tokserve.features.images.siglip import SiglipSpec
+from tokserve.features.images.siglip_tower import SiglipTower
+from tokserve.features.images.tower import Tower
+from tokserve.features.pooling.head import Classifier, EncoderHead
+from tokserve.features.weights.provenance import Provenance
 from tokserve.layers.attention import Attention, AttentionSpec, BidirectionalWindow
 from tokserve.layers.batch import ForwardBatch
-from tokserve.layers.classifier import Classifier, EncoderHead
 from tokserve.layers.embedding import Embedding, Head
 from tokserve.layers.linear import Linear
 from tokserve.layers.mlp import GatedMLP, MLPSpec, make_mlp
@@ -27,11 +31,7 @@ from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import ALONE, OPTION, WHOLE, Stage
 from tokserve.layers.parameter import Parameter, on_another_rank, under
 from tokserve.layers.rope import rope_table, rows_of_axes
-from tokserve.layers.siglip import SiglipSpec
-from tokserve.models.provenance import Provenance
-from tokserve.models.siglip import SiglipTower
 from tokserve.models.spec import BlockSpec, DecoderSpec
-from tokserve.models.tower import Tower
 from tokserve.protocol.kv_spec import LayerSpec
 
 

@@ -19,12 +19,12 @@ from tokserve.families.quantization import kv_scales
 from tokserve.families.quantization.formats.pick import quantization_of
 from tokserve.families.quantization.quant import METHODS, UNQUANTIZED, WNA16, QuantMethod
 from tokserve.families.quantization.quantized import GROUP, Int4, Wna16
+from tokserve.features.pooling.encoder_model import make_model
+from tokserve.features.weights.provenance import EMBEDDING, HEAD
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import ALONE, WHOLE, Group, Stage
 from tokserve.models import dummy, weights
 from tokserve.models.decoder import Decoder, rope_tables
-from tokserve.models.encoder import make_model
-from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.models.registry import decoder_spec
 from tokserve.models.spec import DecoderSpec
 

@@ -10,9 +10,16 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from tokserve import encoders
 from tokserve.base.errors import StartError
-from tokserve.classifier import BASE_SUFFIX, SUFFIX, TOKEN_SUFFIX, base_name, causal_name, head_spec
+from tokserve.features.pooling import encoders
+from tokserve.features.pooling.classifier import (
+    BASE_SUFFIX,
+    SUFFIX,
+    TOKEN_SUFFIX,
+    base_name,
+    causal_name,
+    head_spec,
+)
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.spec import DecoderSpec
 
@@ -28,7 +35,7 @@ ARCHITECTURES = {
     "FlexOlmoForCausalLM": "tokserve.families.mixtures.small_moe:flex_olmo",
     "Gemma2ForCausalLM": "tokserve.models.gemma:gemma2",
     "Gemma3ForCausalLM": "tokserve.models.gemma:gemma3",
-    "Gemma3ForConditionalGeneration": "tokserve.models.gemma_vision:gemma3",
+    "Gemma3ForConditionalGeneration": "tokserve.features.images.gemma_vision:gemma3",
     "GemmaForCausalLM": "tokserve.models.gemma:gemma",
     "Glm4ForCausalLM": "tokserve.models.glm:glm4",
     "Glm4MoeForCausalLM": "tokserve.families.mixtures.moe:glm4_moe",
@@ -55,17 +62,17 @@ ARCHITECTURES = {
     "OlmoeForCausalLM": "tokserve.families.mixtures.small_moe:olmoe",
     "Phi3ForCausalLM": "tokserve.models.phi:phi3",
     "Qwen2ForCausalLM": "tokserve.models.llama:qwen2",
-    "Qwen2_5_VLForConditionalGeneration": "tokserve.models.vision_language:qwen2_5_vl",
+    "Qwen2_5_VLForConditionalGeneration": "tokserve.features.images.vision_language:qwen2_5_vl",
     "Qwen2MoeForCausalLM": "tokserve.families.mixtures.moe:qwen2_moe",
     "Qwen3ForCausalLM": "tokserve.models.llama:qwen3",
     "Qwen3MoeForCausalLM": "tokserve.families.mixtures.moe:qwen3_moe",
     "Qwen3NextForCausalLM": "tokserve.families.recurrent.hybrid:qwen3_next",
-    "Qwen3VLForConditionalGeneration": "tokserve.models.vision_language:qwen3_vl",
-    "Qwen3VLMoeForConditionalGeneration": "tokserve.models.vision_language:qwen3_vl_moe",
+    "Qwen3VLForConditionalGeneration": "tokserve.features.images.vision_language:qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "tokserve.features.images.vision_language:qwen3_vl_moe",
     "Qwen3_5ForCausalLM": "tokserve.families.recurrent.hybrid:qwen3_5",
-    "Qwen3_5ForConditionalGeneration": "tokserve.models.vision_language:qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "tokserve.features.images.vision_language:qwen3_5",
     "Qwen3_5MoeForCausalLM": "tokserve.families.recurrent.hybrid:qwen3_5_moe",
-    "Qwen3_5MoeForConditionalGeneration": "tokserve.models.vision_language:qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration": "tokserve.features.images.vision_language:qwen3_5_moe",
     "SeedOssForCausalLM": "tokserve.models.llama:seed_oss",
     "SmolLM3ForCausalLM": "tokserve.models.llama:smollm3",
     "Starcoder2ForCausalLM": "tokserve.models.starcoder:starcoder2",
@@ -75,10 +82,10 @@ ARCHITECTURES = {
 # None: no spec function reads their tensors.
 BY_MODEL_TYPE = {"exaone": "ExaoneForCausalLM", "internlm3": "InternLM3ForCausalLM", "sarvam_moe": None}
 ENCODERS = {  # by the family of `encoders`
-    "Bert": "tokserve.models.bert:bert",
-    "ModernBert": "tokserve.models.bert:modern_bert",
-    "Roberta": "tokserve.models.bert:roberta",
-    "XLMRoberta": "tokserve.models.bert:roberta",
+    "Bert": "tokserve.features.pooling.bert:bert",
+    "ModernBert": "tokserve.features.pooling.bert:modern_bert",
+    "Roberta": "tokserve.features.pooling.bert:roberta",
+    "XLMRoberta": "tokserve.features.pooling.bert:roberta",
 }
 # Architectures with layers that are neither attention nor one of the recurrent kinds built in.
 RECURRENT = {

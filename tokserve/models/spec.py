@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tokserve.base.errors import StartError
-from tokserve.classifier import HeadSpec
 from tokserve.families.latent.layers import LatentAttentionSpec
 from tokserve.families.mixtures.experts import MixtureSpec
 from tokserve.families.quantization.formats import pick
 from tokserve.families.quantization.formats.base import DENSE, CheckpointFormat
 from tokserve.families.recurrent.layers import GatedDeltaSpec, ShortConvSpec
+from tokserve.features.images.siglip import SiglipSpec
+from tokserve.features.images.tower_layers import VisionSpec
+from tokserve.features.pooling.classifier import HeadSpec
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.linear import Activation
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import RopeSpec
-from tokserve.layers.siglip import SiglipSpec
-from tokserve.layers.vision import VisionSpec
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.rope_config import rope
 

@@ -13,10 +13,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tokserve.features.images.vision import ImageFormat
 from tokserve.protocol.kv_spec import KVLayout
 from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.protocol.prompt import Feature
-from tokserve.vision import ImageFormat
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]

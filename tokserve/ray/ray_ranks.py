@@ -28,10 +28,10 @@ from tokserve.base.curve import make_keys
 from tokserve.base.errors import StartError
 from tokserve.config import Config
 from tokserve.config.engine_config import rank_config, reserved_for_rank
-from tokserve.executor.listeners import Invitation, Listener, StreamListener
-from tokserve.executor.spawn import PATIENCE, LocalProcess, RankProcess
-from tokserve.executor.tunnel import Tunnel
-from tokserve.executor.worker import RankOpening
+from tokserve.features.ranks.listeners import Invitation, Listener, StreamListener
+from tokserve.features.ranks.spawn import PATIENCE, LocalProcess, RankProcess
+from tokserve.features.ranks.tunnel import Tunnel
+from tokserve.features.ranks.worker import RankOpening
 from tokserve.ray.cluster import connect, first_line
 
 logger = logging.getLogger(__name__)

@@ -11,15 +11,16 @@ import torch
 
 from tokserve.base.errors import NotFound, RequestError
 from tokserve.config import WeightsConfig
+from tokserve.features.lora.adapter_slots import LoraTables
+from tokserve.features.profiler.recorder import RunnerProfiler
+from tokserve.features.weights import extension
+from tokserve.features.weights.checksums import checksums
+from tokserve.features.weights.weight_sync import WeightSync
 from tokserve.gpu.in_place import copy_weights
-from tokserve.models.checksums import checksums
 from tokserve.models.decoder import Decoder
 from tokserve.rl.deltas import dtype_name
-from tokserve.runner import extension, kvcache
+from tokserve.runner import kvcache
 from tokserve.runner.device import Accelerator
-from tokserve.runner.lora import LoraTables
-from tokserve.runner.profiler import RunnerProfiler
-from tokserve.runner.weight_sync import WeightSync
 
 if TYPE_CHECKING:
     from tokserve.runner.runner import Runner

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from tokserve.families.mixtures.routed import RoutedTable
 from tokserve.families.recurrent.states import StateTable
+from tokserve.features.images.features import FeatureRows
+from tokserve.features.speculation.quantized_copy import QuantizedCopy
 from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.models.decoder import Decoder
-from tokserve.models.quantized_copy import QuantizedCopy
 from tokserve.protocol.kv_spec import KVLayout
 from tokserve.protocol.plan import Int32, StepPlan
 from tokserve.runner.device import Device
-from tokserve.runner.features import FeatureRows
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.replay import Step
 from tokserve.runner.slots import Int64, SamplingColumns, Slots

@@ -15,10 +15,10 @@ from torch import Tensor
 from tokserve import ops
 from tokserve.families.latent.layers import LatentAttention
 from tokserve.families.quantization.quant import gated
+from tokserve.features.lora.layer import LoraSlots, LowRank
 from tokserve.layers.attention import Attention
 from tokserve.layers.batch import Pages
 from tokserve.layers.linear import FUSED, GatedLinear, Linear
-from tokserve.layers.lora import LoraSlots, LowRank
 from tokserve.models.decoder import Decoder
 
 SIZES = (1, 2, 3, 8, 16, 33, 64, 65, 100, 128, 129, 200)  # rows; every tile shape is used

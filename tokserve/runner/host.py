@@ -11,6 +11,8 @@ from tokserve.base.errors import StartError
 from tokserve.config import Config
 from tokserve.families.mixtures.routed import RoutedTable
 from tokserve.families.recurrent.states import StateTable
+from tokserve.features.images.features import FeatureRows
+from tokserve.features.ranks.ranks import ONE, Ranks
 from tokserve.layers.batch import Pages
 from tokserve.models.decoder import Decoder
 from tokserve.models.spec import DecoderSpec
@@ -20,10 +22,8 @@ from tokserve.runner import kvcache
 from tokserve.runner.backend import WARM_UPS, Draft, HiddenStates, decode_step
 from tokserve.runner.cpu_graphs import CpuGraphs
 from tokserve.runner.device import Device
-from tokserve.runner.features import FeatureRows
 from tokserve.runner.host_slots import HostSlots
 from tokserve.runner.logits import LogitRows
-from tokserve.runner.ranks import ONE, Ranks
 from tokserve.runner.replay import Replay
 from tokserve.runner.slots import SamplingColumns, last_indices
 from tokserve.runner.steps import PendingResult

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tokserve.families.recurrent.states import StateColumns, StateTable, blank_columns
+from tokserve.features.images.attention_rows import Span, divide
+from tokserve.features.images.vision import KIND, image_grid, rope_positions
 from tokserve.layers.batch import ForwardBatch, LogitsRows, Pages
 from tokserve.protocol.plan import Int32, NewRow, StepPlan
-from tokserve.runner.attention_rows import Span, divide
 from tokserve.runner.slots import Int64, SamplingColumns, Slots, last_indices
-from tokserve.vision import KIND, image_grid, rope_positions
 
 
 @dataclass(frozen=True, slots=True)

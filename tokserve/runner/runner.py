@@ -13,18 +13,18 @@ from torch import Tensor
 
 from tokserve.base.trace import Spans
 from tokserve.config import Config
+from tokserve.features.images.encoder import ImageEncoder
+from tokserve.features.images.features import FeatureTable
+from tokserve.features.kv.kv_copies import KVCopies
+from tokserve.features.lora.adapter_slots import LoraTables
+from tokserve.features.pooling.vectors import Pooler
+from tokserve.features.ranks.ranks import ONE, Ranks, ReceivedSample
+from tokserve.features.speculation.draft_model import DraftModel, has_drawn
 from tokserve.models.decoder import Decoder
 from tokserve.protocol.plan import GrammarBitmask, LogprobRows, StepPlan, StepResult
 from tokserve.runner.admin import Admin
 from tokserve.runner.backend import Backend, HiddenStates
-from tokserve.runner.draft_model import DraftModel, has_drawn
-from tokserve.runner.encoder import ImageEncoder
-from tokserve.runner.features import FeatureTable
-from tokserve.runner.kv_copies import KVCopies
 from tokserve.runner.logits import LogitRows
-from tokserve.runner.lora import LoraTables
-from tokserve.runner.pooling import Pooler
-from tokserve.runner.ranks import ONE, Ranks, ReceivedSample
 from tokserve.runner.sampler import PendingSample, Sampler, join
 from tokserve.runner.slots import SamplingColumns, logit_lengths
 from tokserve.runner.steps import PendingResult, PendingStep

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tokserve.features.images.vision import ImageFormat
 from tokserve.protocol.params import SamplingParams, wrap_seed
 from tokserve.protocol.plan import Int32, NewRow, StepPlan
-from tokserve.vision import ImageFormat
 
 Int64 = NDArray[np.int64]
 MIN_TEMPERATURE = 2.0**-100  # lower temperatures count as this one, which leaves only the largest logit as well

@@ -17,31 +17,31 @@ import torch
 from tokserve import checkpoint, ops
 from tokserve.base.errors import NotBuiltIn, StartError
 from tokserve.base.memory import gib, give_back
-from tokserve.classifier import is_classifier, with_token_ids
 from tokserve.config import Config, KVStorePlan, ModelConfig, RuntimeConfig
 from tokserve.families.quantization.quant import WNA16
 from tokserve.families.recurrent.layers import GatedDeltaSpec, ShortConvSpec
+from tokserve.features.images.encoder import ImageEncoder
+from tokserve.features.images.vision import KIND, ImageFormat, image_format
+from tokserve.features.kv.kv_copies import KVCopies
+from tokserve.features.kv.kv_identity import identity_parts
+from tokserve.features.lora.adapter_slots import LoraTables
+from tokserve.features.pooling.classifier import is_classifier, with_token_ids
+from tokserve.features.pooling.encoder_model import Encoder
+from tokserve.features.ranks.collectives import EngineStore
+from tokserve.features.ranks.ranks import ONE, Ranks, join
+from tokserve.features.speculation.quantized_copy import QuantizedCopy
 from tokserve.gpu.cuda import CudaBackend
 from tokserve.models import load as models
 from tokserve.models.decoder import Decoder
-from tokserve.models.encoder import Encoder
-from tokserve.models.quantized_copy import QuantizedCopy
 from tokserve.models.registry import decoder_spec, is_known
 from tokserve.ops.arithmetic import FMA, CpuKernels, choose_kernels
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import DRAWN, DeviceFacts, NewRow, StepPlan
 from tokserve.runner import device, kvcache
 from tokserve.runner.backend import Backend, Draft
-from tokserve.runner.collectives import EngineStore
 from tokserve.runner.device import Accelerator, Device
-from tokserve.runner.encoder import ImageEncoder
 from tokserve.runner.host import HostBackend
-from tokserve.runner.kv_copies import KVCopies
-from tokserve.runner.kv_identity import identity_parts
-from tokserve.runner.lora import LoraTables
-from tokserve.runner.ranks import ONE, Ranks, join
 from tokserve.runner.runner import Runner
-from tokserve.vision import KIND, ImageFormat, image_format
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,14 @@ from tokserve.base.errors import LONGEST_SHOWN, NotFound, RequestError, RequestF
 from tokserve.base.structs import prepare_structs
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.config import Config
+from tokserve.features.observe import api_pages, introspection, live_requests, status_page
+from tokserve.features.observe.counters import ApiProcess
+from tokserve.features.observe.load_header import REPORTED, load_header
+from tokserve.features.pooling.routes import classify, cohere, embeddings, rerank, score
+from tokserve.features.weights import weight_routes
 from tokserve.server import openapi
 from tokserve.server import reply_types as types
-from tokserve.server.admin import commands, state, weights
+from tokserve.server.admin import commands, state
 from tokserve.server.anthropic import messages
 from tokserve.server.anthropic.bodies import CountTokensBody, MessagesBody
 from tokserve.server.anthropic.error_shape import ANTHROPIC
@@ -52,11 +57,7 @@ from tokserve.server.http.auth import Keys, route_path
 from tokserve.server.http.cors import add_cors
 from tokserve.server.http.disconnect import ClientDisconnected
 from tokserve.server.http.request_ids import RequestIds
-from tokserve.server.observe import api_pages, introspection, live_requests, status_page
-from tokserve.server.observe.counters import ApiProcess
-from tokserve.server.observe.load_header import REPORTED, load_header
 from tokserve.server.openai import chat, completions, derender, render, responses, schemas, tokenize
-from tokserve.server.pooling import classify, cohere, embeddings, rerank, score
 from tokserve.server.sagemaker import invocations
 from tokserve.server.serving import GIVEN_ID, PREPARATION, SERVING, Serving, Trace
 from tokserve.server.sglang import routes as sglang
@@ -138,15 +139,15 @@ ENDPOINTS = (
     Endpoint(GET, "/kv_event_sources", state.kv_event_sources, reply=list[types.JsonObject], guarded=True),
     Endpoint(GET, "/is_paused", state.is_paused, reply=types.IsPaused, guarded=True),
     Endpoint(GET, "/is_sleeping", state.is_sleeping, reply=types.IsSleeping, guarded=True),
-    Endpoint(GET, "/weight_info", weights.served_weights, reply=types.ServedWeights, guarded=True, raises=COMMAND,
+    Endpoint(GET, "/weight_info", weight_routes.served_weights, reply=types.ServedWeights, guarded=True, raises=COMMAND,
              query=(("checksum", bool), ("tensors", bool))),
     Endpoint(GET, "/get_world_size", state.get_world_size, reply=types.WorldSize, query=(("include_dp", bool),)),
     *(
         Endpoint(POST, path, handler, kind, control=True, reply=reply)
         for path, handler, kind, reply in (
             *commands.routes(collective_rpc=skyrl.collective_rpc),
-            ("/update_weights", weights.update_weights, weights.UpdateBody, types.Done),
-            ("/weight_checker", weights.weight_checker, weights.CheckerBody, types.Checksums),
+            ("/update_weights", weight_routes.update_weights, weight_routes.UpdateBody, types.Done),
+            ("/weight_checker", weight_routes.weight_checker, weight_routes.CheckerBody, types.Checksums),
             *trainers.ROUTES,
         )
     ),

@@ -15,12 +15,12 @@ from msgspec import UNSET, UnsetType
 
 from tokserve.base.errors import RequestError
 from tokserve.client.async_llm import Stream
-from tokserve.client.beam_stream import BeamStream
 from tokserve.client.inputs import bare_id
 from tokserve.client.outputs import ChoiceOutput, DraftCounts
+from tokserve.features.beams.beam_stream import BeamStream
+from tokserve.features.speculation import draft_metrics
+from tokserve.features.speculation.draft_metrics import ReplyMetrics
 from tokserve.protocol.params import DraftReport, SamplingParams
-from tokserve.server.replies import draft_metrics
-from tokserve.server.replies.draft_metrics import ReplyMetrics
 from tokserve.server.replies.timing import set_times
 
 T = TypeVar("T")

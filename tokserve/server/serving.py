@@ -24,8 +24,6 @@ from tokserve import __version__
 from tokserve.base import log
 from tokserve.base.errors import EngineDead, NotFound, Overloaded, RequestError, StartError, invalid
 from tokserve.client.async_llm import AsyncLLM
-from tokserve.client.beam_search import BeamSearchParams
-from tokserve.client.beam_stream import BeamStream, BeamTask
 from tokserve.client.form_defaults import FormDefaults
 from tokserve.client.generation_config import (
     RECOMMENDED,
@@ -35,12 +33,22 @@ from tokserve.client.generation_config import (
     output_cap,
 )
 from tokserve.client.inputs import POOLS, GenerateRequest, bare_id, token_prompt
-from tokserve.client.pooling import pooler_of
 from tokserve.client.request_state import RequestState
 from tokserve.client.stream import Stream
 from tokserve.config import Config
-from tokserve.media.cache import NamedImages
-from tokserve.media.sources import ByteCount
+from tokserve.features.beams.beam_search import BeamSearchParams
+from tokserve.features.beams.beam_stream import BeamStream, BeamTask
+from tokserve.features.chat import tool_formats
+from tokserve.features.chat.chat import ChatTemplate
+from tokserve.features.chat.output_format import Thinking, ToolFormat
+from tokserve.features.fairness.client_names import ClientNames
+from tokserve.features.fairness.preparation import Preparation
+from tokserve.features.images.media.cache import NamedImages
+from tokserve.features.images.media.sources import ByteCount
+from tokserve.features.observe.counters import ApiProcess, SharedCounters
+from tokserve.features.observe.metrics import Metrics
+from tokserve.features.observe.request_log import RequestLog
+from tokserve.features.pooling.pooled_outputs import pooler_of
 from tokserve.protocol.kv_transfer import transfer_params
 from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.protocol.prompt import TokenPrompt
@@ -48,18 +56,10 @@ from tokserve.server.generation import Generation, Observer
 from tokserve.server.http import declared
 from tokserve.server.http.body import encode_json, given_rank, given_request_id
 from tokserve.server.http.body_reader import BodyReader
-from tokserve.server.http.client_names import ClientNames
 from tokserve.server.http.disconnect import CancelOnDisconnect
 from tokserve.server.http.workers import off_loop
-from tokserve.server.observe.counters import ApiProcess, SharedCounters
-from tokserve.server.observe.metrics import Metrics
-from tokserve.server.observe.request_log import RequestLog
-from tokserve.server.preparation import Preparation
 from tokserve.server.replies import reply_size
 from tokserve.server.sglang.state import SglangState
-from tokserve.text import tool_formats
-from tokserve.text.chat import ChatTemplate
-from tokserve.text.output_format import Thinking, ToolFormat
 from tokserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

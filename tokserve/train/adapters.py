@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tokserve.models import adapters
-from tokserve.models.adapters import CONFIG, TENSORS, Sizes
+from tokserve.features.lora import adapter_files
+from tokserve.features.lora.adapter_files import CONFIG, TENSORS, Sizes
 
 PREFIX = "base_model.model."
 MAX_RANK = 1024
@@ -76,7 +76,7 @@ def drawn(
 
 def read(directory: Path, sizes: Sizes, renames: tuple[tuple[str, str], ...]) -> TrainedAdapter:
     """An adapter that PEFT or `write` wrote.  Raises RequestError."""
-    weights = adapters.read(directory, sizes, renames, MAX_RANK)
+    weights = adapter_files.read(directory, sizes, renames, MAX_RANK)
     factors: dict[str, Tensor] = {}
     for module, pair in weights.items():
         factors[lora_a_name(module)], factors[lora_b_name(module)] = pair.down.float().clone(), pair.up.float().clone()

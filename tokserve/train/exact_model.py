@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tokserve.base.errors import StartError
-from tokserve.models.provenance import EMBEDDING, HEAD
+from tokserve.features.weights.provenance import EMBEDDING, HEAD
 from tokserve.models.registry import ARCHITECTURES
 from tokserve.models.spec import DecoderSpec
 from tokserve.protocol.kv_spec import dtype_name

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from tokserve.features.weights.provenance import HEAD
 from tokserve.models import load
-from tokserve.models.provenance import HEAD
 from tokserve.models.spec import DecoderSpec
 from tokserve.ops.arithmetic import FMA
 from tokserve.train import scores, scoring, tree

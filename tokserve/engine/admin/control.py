@@ -12,12 +12,12 @@ from typing import Any
 
 from tokserve.base.errors import Conflict, RequestError
 from tokserve.engine.admin.command import PREPARED, STEP_BOUNDARY, Command, RunningRequests, command
-from tokserve.engine.admin.lease import Lease, check_lease
 from tokserve.engine.admin.states import GENERATION, Region
-from tokserve.engine.admin.weights import Weights
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.scheduler import Scheduler
 from tokserve.executor.base import Executor
+from tokserve.features.weights.commands import Weights
+from tokserve.features.weights.lease import Lease, check_lease
 from tokserve.protocol.commands import LEVELS, MEMORY, MODES, TAGS
 from tokserve.protocol.messages import Status
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tokserve.engine.adapter import Adapter
+from tokserve.features.lora.adapter import Adapter
 from tokserve.protocol.prompt import Feature
 
 

@@ -16,11 +16,11 @@ from typing import Protocol
 
 import msgspec
 
-from tokserve.engine.adapter import Adapter
 from tokserve.engine.kv_cache.block_pool import BlockPool, CacheBroken
 from tokserve.engine.kv_cache.block_table import BlockTable, features_key
-from tokserve.engine.kv_cache.events import EventLog
 from tokserve.families.recurrent.snapshots import Snapshots
+from tokserve.features.kv.events import EventLog
+from tokserve.features.lora.adapter import Adapter
 from tokserve.protocol.messages import StoreStats
 
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tokserve.engine.adapter import Adapter
 from tokserve.engine.output.columns import (
     LogprobColumns,
     MaskColumns,
@@ -21,10 +20,11 @@ from tokserve.engine.output.columns import (
     RoutedColumns,
     StepColumns,
 )
+from tokserve.features.images.vision import ImageFormat
+from tokserve.features.lora.adapter import Adapter
 from tokserve.protocol.messages import Finish
 from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.protocol.plan import Float32, LogprobRows
-from tokserve.vision import ImageFormat
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tokserve.base.errors import LONGEST_SHOWN, invalid
-from tokserve.image_parts import UnreadImage, anthropic_block
+from tokserve.features.images.parts import UnreadImage, anthropic_block
 from tokserve.server.anthropic import documents
 from tokserve.server.anthropic.tool_list import ToolList
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from tokserve.base.errors import LONGEST_SHOWN, RequestError, invalid
-from tokserve.image_parts import UnreadImage, anthropic_block
+from tokserve.features.images.parts import UnreadImage, anthropic_block
 
 BETWEEN = "\n\n"
 ABOUT = {"document": ("title", "context"), "search_result": ("title", "source")}  # texts that stand before the content

@@ -16,18 +16,18 @@ from pydantic_core import from_json
 
 from tokserve.base.errors import RequestError
 from tokserve.client.outputs import ChoiceOutput
+from tokserve.features.chat.output_format import OutputFormat
+from tokserve.features.chat.parsing import Parser
+from tokserve.features.speculation.draft_metrics import ReplyMetrics
 from tokserve.server.anthropic import error_shape
 from tokserve.server.generation import Generation
 from tokserve.server.http import body
 from tokserve.server.openai import tools
 from tokserve.server.openai.chat import ChatCall
 from tokserve.server.replies import sse
-from tokserve.server.replies.draft_metrics import ReplyMetrics
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, versions
 from tokserve.server.replies.reply_parts import DeferredParts
 from tokserve.server.serving import Serving
-from tokserve.text.output_format import OutputFormat
-from tokserve.text.parsing import Parser
 
 ID_PREFIX = "msg_"
 EXACT = ("eos", "stop_string", "max_tokens")  # stop details that a stop reason says completely

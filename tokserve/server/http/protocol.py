@@ -22,7 +22,8 @@ from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from tokserve.base.errors import RequestError
-from tokserve.server.http import client_names, errors
+from tokserve.features.fairness import client_names
+from tokserve.server.http import errors
 
 logger = logging.getLogger(__name__)
 

@@ -15,29 +15,30 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.base.errors import RequestError
-from tokserve.client.beam_search import BeamSearchParams
 from tokserve.client.inputs import GenerateRequest, token_prompt
 from tokserve.client.outputs import ChoiceOutput, Logprobs
-from tokserve.image_parts import ImageSlots
-from tokserve.media.images import image_slots
+from tokserve.features.beams.beam_fields import beam_params
+from tokserve.features.beams.beam_search import BeamSearchParams
+from tokserve.features.chat.output_format import AnswerStart
+from tokserve.features.grammar import structured
+from tokserve.features.images import request_images
+from tokserve.features.images.media.images import image_slots
+from tokserve.features.images.parts import ImageSlots
+from tokserve.features.speculation.draft_metrics import ReplyMetrics
+from tokserve.features.speculation.prediction import with_prediction
 from tokserve.protocol.params import SamplingParams, StructuredOutputs
 from tokserve.protocol.prompt import TokenPrompt, pack_ids, unpack_ids
 from tokserve.server.generation import CompletionTokensDetails, ReplyContext, Usage
 from tokserve.server.http.body import encode_json, wants_msgpack
 from tokserve.server.http.workers import off_loop
 from tokserve.server.openai import schemas, tools
-from tokserve.server.openai.beams import beam_params
-from tokserve.server.openai.prediction import with_prediction
 from tokserve.server.openai.schemas import ChatBody, TokenizeBody
 from tokserve.server.openai.tools import OutputParser, ParsedDelta, ResponseFormat, ToolCall, ToolPlan
 from tokserve.server.replies import logprobs, sampling_masks, sse
-from tokserve.server.replies.draft_metrics import ReplyMetrics
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, last_version, routed_experts, versions
 from tokserve.server.replies.reply_parts import DeferredParts
 from tokserve.server.replies.sampling_masks import MaskFields
 from tokserve.server.serving import FieldPaths, Serving
-from tokserve.server.tokens import images, structured
-from tokserve.text.output_format import AnswerStart
 
 ID_PREFIX = "chatcmpl-"
 SWITCHES = ("enable_thinking", "thinking")  # variables that are false where no reasoning is wanted
@@ -246,7 +247,7 @@ async def prompt_of(
     ids = await off_loop(request, size, lambda: rendered(serving, body, effort, slots))
     if slots is None or not slots.images:
         return TokenPrompt(pack_ids(ids))
-    return await images.fetched(serving, request, ids, slots.images, "messages")
+    return await request_images.fetched(serving, request, ids, slots.images, "messages")
 
 
 def rendered(

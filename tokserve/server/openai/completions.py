@@ -19,25 +19,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.base.errors import RequestError, invalid
-from tokserve.client.beam_search import BeamSearchParams
 from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import ChoiceOutput, Logprobs
+from tokserve.features.beams.beam_fields import beam_params
+from tokserve.features.beams.beam_search import BeamSearchParams
+from tokserve.features.grammar import structured
+from tokserve.features.speculation.draft_metrics import ReplyMetrics
+from tokserve.features.speculation.prediction import with_prediction
 from tokserve.protocol.params import SamplingParams
 from tokserve.server.generation import ReplyContext, Usage
 from tokserve.server.http.body import encode_json, wants_msgpack
 from tokserve.server.http.workers import ITEM, off_loop
 from tokserve.server.openai import schemas
-from tokserve.server.openai.beams import beam_params
-from tokserve.server.openai.prediction import with_prediction
 from tokserve.server.openai.schemas import CompletionBody
 from tokserve.server.replies import logprobs, sampling_masks, sse
-from tokserve.server.replies.draft_metrics import ReplyMetrics
 from tokserve.server.replies.logprobs import TextLogprobs
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, last_version, routed_experts, versions
 from tokserve.server.replies.reply_parts import DeferredParts, single_part
 from tokserve.server.replies.sampling_masks import MaskFields
 from tokserve.server.serving import FieldPaths, Serving
-from tokserve.server.tokens import structured
 
 ID_PREFIX = "cmpl-"
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, when the field is absent; null is the rest of the context

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from tokserve.base.errors import RequestError, invalid
 from tokserve.client.inputs import bare_id, check_lists
 from tokserve.client.outputs import TERMINATORS, ChoiceOutput, Logprobs
+from tokserve.features.chat.output_format import AT_CONTENT
 from tokserve.protocol.params import MAX_CHOICES, SamplingParams
 from tokserve.server.generation import PromptTokensDetails, Usage
 from tokserve.server.http import body
@@ -28,7 +29,6 @@ from tokserve.server.openai.tools import ToolPlan
 from tokserve.server.replies.logprobs import num_rows
 from tokserve.server.serving import Serving
 from tokserve.text.detokenizer import Detokenizer
-from tokserve.text.output_format import AT_CONTENT
 from tokserve.text.stops import StopStrings
 
 D = TypeVar("D", bound="DerenderBody")

@@ -14,14 +14,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.client.inputs import GenerateRequest
+from tokserve.features.beams.beam_fields import refuse_beams
+from tokserve.features.images import request_images
 from tokserve.protocol.params import SamplingParams
 from tokserve.server.http import declared
 from tokserve.server.http.body import given_request_id, reply
 from tokserve.server.http.workers import off_loop
 from tokserve.server.openai import chat, completions, schemas
-from tokserve.server.openai.beams import refuse_beams
 from tokserve.server.serving import Serving
-from tokserve.server.tokens import images
 from tokserve.server.tokens.generate import OptionFields, StreamOptions
 
 
@@ -69,11 +69,11 @@ async def rendered_chat(serving: Serving, request: Request, call: chat.ChatCall)
     rendered = _rendered(serving, call.body, params, call.generate, call.ids, echo=echo, request_id=request_id)
     reader = serving.images
     if reader is not None and call.prompt.features:
-        images.keep(call.prompt, serving.features, call.generate.options.cache_salt or "")
+        request_images.keep(call.prompt, serving.features, call.generate.options.cache_salt or "")
         with_patches = call.body.mm_payload != "none" and call.body.return_mm_kwargs is not False
         size = 8 * sum(len(feature.data) for feature in call.prompt.features)
         rendered.features = await off_loop(
-            request, size, lambda: images.rendered_features(call.prompt, reader.kind, with_patches=with_patches)
+            request, size, lambda: request_images.rendered_features(call.prompt, reader.kind, with_patches=with_patches)
         )
     return reply(request, rendered, _headers(request_id, call.ignored))
 

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 
 from tokserve.base.errors import invalid
-from tokserve.image_parts import CHAT_KINDS, UnreadImage, chat_part
+from tokserve.features.chat.chat import part_text
+from tokserve.features.chat.parsing import Parser
+from tokserve.features.images.parts import CHAT_KINDS, UnreadImage, chat_part
 from tokserve.server.http import errors
 from tokserve.server.openai import tools
 from tokserve.server.openai.token_segments import OutputToken, SegmentReader, TokenSegment
 from tokserve.server.replies.logprobs import ChatLogprob, TextOffset
-from tokserve.text.chat import part_text
-from tokserve.text.parsing import Parser
 
 KINDS = ("message", "reasoning", "function_call", "function_call_output")
 ROLES = ("user", "assistant", "system", "developer")

@@ -18,6 +18,9 @@ from starlette.responses import Response
 
 from tokserve.base.errors import NotFound, RequestError, invalid
 from tokserve.client.outputs import ChoiceOutput, Logprobs
+from tokserve.features.chat.output_format import OutputFormat
+from tokserve.features.chat.parsing import Parser
+from tokserve.features.speculation.draft_metrics import ReplyMetrics
 from tokserve.server.generation import Generation
 from tokserve.server.http import body, errors
 from tokserve.server.http.workers import off_loop
@@ -26,12 +29,9 @@ from tokserve.server.openai.chat import ChatCall
 from tokserve.server.openai.response_items import InputMessages, Item, OutputItems
 from tokserve.server.openai.schemas import ChatBody, GeneratingBody, ResponsesBody
 from tokserve.server.replies import logprobs, sse
-from tokserve.server.replies.draft_metrics import ReplyMetrics
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, versions
 from tokserve.server.replies.reply_parts import DeferredParts
 from tokserve.server.serving import FieldPaths, Serving
-from tokserve.text.output_format import OutputFormat
-from tokserve.text.parsing import Parser
 
 ID_PREFIX = "resp_"
 LOGPROBS = "message.output_text.logprobs"

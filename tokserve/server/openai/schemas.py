@@ -16,6 +16,7 @@ from pydantic_core import CoreSchema
 from starlette.requests import Request
 
 from tokserve.base.errors import LONGEST_SHOWN, RequestError
+from tokserve.features.grammar import structured
 from tokserve.protocol.params import RepetitionDetection, SamplingParams, declared
 from tokserve.server import compat
 from tokserve.server.http import errors
@@ -25,7 +26,6 @@ from tokserve.server.http.workers import off_loop
 from tokserve.server.openai import tools
 from tokserve.server.replies import sse
 from tokserve.server.serving import Serving
-from tokserve.server.tokens import structured
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # sampling parameters that these bodies have in another form, or not at all; and those that not all of them have

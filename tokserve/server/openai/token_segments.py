@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from tokserve.features.chat.output_format import Kind
+from tokserve.features.chat.parsing import Parser
 from tokserve.server.replies.logprobs import ChatLogprob, TextOffset
-from tokserve.text.output_format import Kind
-from tokserve.text.parsing import Parser
 
 
 class OutputToken(NamedTuple):

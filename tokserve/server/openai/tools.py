@@ -16,19 +16,19 @@ from msgspec import UNSET, UnsetType
 
 from tokserve.base.errors import LONGEST_SHOWN, RequestError, invalid
 from tokserve.client.outputs import ChoiceOutput
+from tokserve.features.chat import open_turn, tool_grammars
+from tokserve.features.chat.output_format import AnswerStart, OutputFormat, Thinking, ToolFormat
+from tokserve.features.chat.parsing import Parser
+from tokserve.features.chat.reasoning_grammars import after_reasoning
+from tokserve.features.chat.tool_formats import FORCED, TOOL_FORMATS
+from tokserve.features.chat.tool_grammars import Functions
 from tokserve.protocol import jsonschema
 from tokserve.protocol.params import SamplingParams, StructuredOutputs
 from tokserve.protocol.reduced_schema import SchemaError, reduced
 from tokserve.server.generation import ReplyContext
 from tokserve.server.openai.token_segments import SegmentReader, TokenSegment
 from tokserve.server.replies.logprobs import TextOffset
-from tokserve.text import open_turn, tool_grammars
-from tokserve.text.output_format import AnswerStart, OutputFormat, Thinking, ToolFormat
-from tokserve.text.parsing import Parser
-from tokserve.text.reasoning_grammars import after_reasoning
 from tokserve.text.tokenizer import Pieces, Tokenizer
-from tokserve.text.tool_formats import FORCED, TOOL_FORMATS
-from tokserve.text.tool_grammars import Functions
 
 ANY: dict[str, Any] = {"additionalProperties": True}  # the arguments of a function that is not strict
 MODES = ("none", "auto", "required")

@@ -9,11 +9,11 @@ from starlette.responses import Response
 from starlette.types import Message, Receive
 
 from tokserve.base.errors import RequestError, invalid
-from tokserve.client.pooling import VectorRules
+from tokserve.features.pooling.pooled_outputs import VectorRules
+from tokserve.features.pooling.routes import classify, embeddings, rerank, score
 from tokserve.server.endpoint import Handler
 from tokserve.server.http.body import encode_json, encode_msgpack, is_msgpack
 from tokserve.server.openai import chat, completions, schemas
-from tokserve.server.pooling import classify, embeddings, rerank, score
 from tokserve.server.serving import Serving
 
 ADAPTER = "x-amzn-sagemaker-adapter-identifier"  # the header that names an adapter of an inference component

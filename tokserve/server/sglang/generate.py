@@ -18,6 +18,10 @@ from starlette.responses import Response
 
 from tokserve.base.errors import RequestError, invalid
 from tokserve.client.outputs import ChoiceOutput
+from tokserve.features.chat.open_turn import answer_start
+from tokserve.features.chat.output_format import OutputFormat
+from tokserve.features.chat.parsing import Parser
+from tokserve.features.grammar import structured
 from tokserve.protocol.params import SamplingParams
 from tokserve.server import compat
 from tokserve.server.http import body, declared, errors
@@ -30,10 +34,6 @@ from tokserve.server.replies.logprobs import TextOffset
 from tokserve.server.serving import FieldPaths, Serving
 from tokserve.server.sglang import sampling
 from tokserve.server.sglang.reply import GenerateRenderer, ReplyForm, last_events
-from tokserve.server.tokens import structured
-from tokserve.text.open_turn import answer_start
-from tokserve.text.output_format import OutputFormat
-from tokserve.text.parsing import Parser
 
 
 class SglangGenerateBody(msgspec.Struct, omit_defaults=True):

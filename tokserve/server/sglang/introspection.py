@@ -15,9 +15,9 @@ from tokserve import checkpoint
 from tokserve.base.errors import EngineDead, Overloaded, RequestError, StartError, Unavailable
 from tokserve.client.async_llm import GenerateRequest
 from tokserve.client.inputs import token_prompt
+from tokserve.features.observe import introspection
 from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.server.http import workers
-from tokserve.server.observe import introspection
 from tokserve.server.serving import SERVING, Serving
 from tokserve.server.sglang.replies import json
 

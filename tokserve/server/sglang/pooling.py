@@ -13,12 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.base.errors import RequestError, invalid
-from tokserve.client.pooling import LabelRules, PoolingRules
+from tokserve.features.pooling.pooled_outputs import LabelRules, PoolingRules
+from tokserve.features.pooling.routes import classify, embeddings, inputs
+from tokserve.features.pooling.routes.inputs import PooledPrompts
 from tokserve.server import compat
 from tokserve.server.http.workers import off_loop
 from tokserve.server.openai import schemas
-from tokserve.server.pooling import classify, embeddings, inputs
-from tokserve.server.pooling.inputs import PooledPrompts
 from tokserve.server.serving import FieldPaths, Serving
 from tokserve.server.sglang import generate, replies
 

@@ -16,10 +16,11 @@ from msgspec import UNSET, Raw, UnsetType
 
 from tokserve.base.errors import RequestError
 from tokserve.client.outputs import ChoiceOutput, DraftCounts, Logprobs
+from tokserve.features.speculation import draft_metrics
 from tokserve.server.generation import Generation
 from tokserve.server.http.body import encode_json
 from tokserve.server.openai.token_segments import SegmentReader
-from tokserve.server.replies import draft_metrics, logprobs, sampling_masks, sse
+from tokserve.server.replies import logprobs, sampling_masks, sse
 from tokserve.server.replies.reply_fields import last_version, prompt_versions, versions
 
 ROWS = 1024  # of a list that are encoded at a time: other threads run in between

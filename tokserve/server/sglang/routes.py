@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from types import NoneType
 
+from tokserve.features.pooling.routes.classify import ClassifyReply
+from tokserve.features.pooling.routes.embeddings import EmbeddingBody, EmbeddingReply
 from tokserve.server.endpoint import BODY, COMMAND, EMPTY, ENGINE, OCTETS, POOLING, PROMPT, TEXT, Endpoint
 from tokserve.server.openai.chat import ChatReply
 from tokserve.server.openai.completions import CompletionReply
 from tokserve.server.openai.schemas import CompletionBody
 from tokserve.server.openai.tokenize import TokenizeReply
-from tokserve.server.pooling.classify import ClassifyReply
-from tokserve.server.pooling.embeddings import EmbeddingBody, EmbeddingReply
 from tokserve.server.reply_types import JsonObject
 from tokserve.server.sglang import (
     chat,

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from tokserve import checkpoint
 from tokserve.base.errors import LONGEST_SHOWN, Conflict, RequestError, StartError, invalid
-from tokserve.server.admin import open_updates
+from tokserve.features.weights import open_updates
 from tokserve.server.http import errors, workers
 from tokserve.server.serving import Serving
 from tokserve.server.sglang.replies import json, read

@@ -19,6 +19,9 @@ from starlette.responses import Response
 
 from tokserve.base.errors import RequestError
 from tokserve.client.outputs import ChoiceOutput, Logprobs
+from tokserve.features.grammar import structured
+from tokserve.features.images import request_images
+from tokserve.features.speculation.draft_metrics import ReplyMetrics
 from tokserve.protocol.params import (
     Count,
     RepetitionDetection,
@@ -34,7 +37,6 @@ from tokserve.server.http.body import decode, encode_json, is_msgpack, malformed
 from tokserve.server.http.body_reader import free_at_end
 from tokserve.server.http.workers import off_loop
 from tokserve.server.replies import logprobs, reply_size, sampling_masks, sse
-from tokserve.server.replies.draft_metrics import ReplyMetrics
 from tokserve.server.replies.reply_fields import (
     StopDetail,
     WeightVersion,
@@ -46,7 +48,6 @@ from tokserve.server.replies.reply_fields import (
 from tokserve.server.replies.reply_parts import DeferredParts, single_part
 from tokserve.server.replies.sampling_masks import MaskFields
 from tokserve.server.serving import FieldPaths, Serving
-from tokserve.server.tokens import images, structured
 
 ID_PREFIX = "generate-tokens-"
 SAMPLING = "sampling_params."
@@ -300,7 +301,7 @@ async def generate_tokens(serving: Serving, request: Request) -> Response:
     prompt: Sequence[int] | bytes | TokenPrompt = ids
     if body.content_parts is not None or body.features is not None:
         salt = generate.options.cache_salt or ""
-        prompt = await images.prompt_with_images(
+        prompt = await request_images.prompt_with_images(
             serving, request, body.content_parts, body.features, ids, fields.prompt, salt
         )
     entry_bytes = reply_size.OBJECT_BYTES if body.logprobs_format in (None, "objects") else reply_size.COLUMN_BYTES

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.base.errors import Conflict, RequestError
-from tokserve.server.admin import open_updates
+from tokserve.features.weights import open_updates
 from tokserve.server.admin.commands import read
 from tokserve.server.http import body, errors
 from tokserve.server.serving import Serving

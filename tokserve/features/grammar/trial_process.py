@@ -1,0 +1,174 @@
+"""The process in which grammars are compiled before the engine compiles them (`trials.PROGRAM`).
+
+It loads the tokenizer once and forks a child for every trial.  A child can be killed at any moment, its memory and CPU
+time are limited, and what it allocated is gone with it.  The process has one thread, so forking it is safe; it ends at
+the end of stdin, and its children end with it.
+
+A line of JSON on stdin is `Start` or `StopTrial`; a line on stdout is a `Result`, after `READY`.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import sys
+import threading
+from contextlib import suppress
+from typing import NoReturn
+
+import msgspec
+
+from tokserve.base.errors import RequestError
+from tokserve.base.memory import give_back
+from tokserve.base.processes import end_with_parent
+from tokserve.features.grammar.grammar import STACK, Compiler, lower_priority
+from tokserve.protocol.params import StructuredOutputs
+
+READY = b"{}\n"
+MEMORY = 1 << 30  # bytes of address space that a trial may add
+CPU_SECONDS = 60  # of a child, in case the parent died
+MAX_LINE = 1 << 16  # bytes of a result
+
+
+class Model(msgspec.Struct, frozen=True):
+    """The argument: the directory of tokenizer.json, None if there is none, and the width of the logits."""
+
+    tokenizer: str | None
+    vocab_size: int
+
+
+class Start(msgspec.Struct, frozen=True, tag=0):
+    """Begin a trial."""
+
+    number: int
+    grammar: StructuredOutputs
+
+
+class StopTrial(msgspec.Struct, frozen=True, tag=1):
+    """Kill a trial.  No result follows, unless it has been sent already."""
+
+    number: int
+
+
+class Result(msgspec.Struct, frozen=True):
+    """The end of a trial: what the grammar costs, or the field and message of its refusal, or neither: the child has
+    died, for want of memory or by a fault of the library."""
+
+    number: int
+    cost: tuple[int, float, float] | None = None
+    refusal: tuple[str, str] | None = None
+
+
+class Children:
+    """The trials that run.  `compiler` has loaded its tokenizer."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._compiler = compiler
+        self._pids: dict[int, int] = {}  # by number
+        self._numbers: dict[int, int] = {}  # by the descriptor that the result is read from
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What `collect` takes when it is readable."""
+        return list(self._numbers)
+
+    def start(self, order: Start) -> None:
+        """Fork a child that compiles the grammar."""
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(reading)
+            self._run(order, writing)
+        os.close(writing)
+        self._pids[order.number] = pid
+        self._numbers[reading] = order.number
+
+    def stop(self, number: int) -> None:
+        """Kill a child, if it is still there."""
+        for descriptor, running in list(self._numbers.items()):
+            if running == number:
+                self._end(descriptor)
+
+    def collect(self, descriptor: int) -> bytes:
+        """The result of a child that has written one, or has died."""
+        line = os.read(descriptor, MAX_LINE)
+        number = self._numbers[descriptor]
+        self._end(descriptor)
+        return line or msgspec.json.encode(Result(number))
+
+    def _end(self, descriptor: int) -> None:
+        pid = self._pids.pop(self._numbers.pop(descriptor))
+        os.close(descriptor)
+        os.kill(pid, signal.SIGKILL)  # it is our child, so the id is still its own
+        os.waitpid(pid, 0)
+
+    def _run(self, order: Start, writing: int) -> NoReturn:
+        """Compile in the child, in a thread with a deep stack, write the result, and exit."""
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # stdout is the parent's
+        _limit()
+
+        def compile() -> None:
+            result = Result(order.number)
+            with suppress(MemoryError):
+                try:
+                    cost = self._compiler.try_out(order.grammar)
+                    result = Result(order.number, cost=(cost.size, cost.per_token, cost.seconds))
+                except RequestError as error:
+                    result = Result(order.number, refusal=(error.field or "", error.message))
+            os.write(writing, msgspec.json.encode(result))
+            os._exit(0)
+
+        threading.stack_size(STACK)
+        thread = threading.Thread(target=compile)
+        thread.start()
+        thread.join()
+        os._exit(1)
+
+
+def _limit() -> None:
+    """Limit this child: it dies with its parent, is the first to die when memory runs out, and has limits."""
+    end_with_parent(os.getppid())
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+    with open("/proc/self/statm", "rb") as statm:
+        mapped = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + STACK + MEMORY, mapped + STACK + MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def serve(compiler: Compiler) -> None:
+    """Until the end of stdin."""
+    children = Children(compiler)
+    orders = msgspec.json.Decoder(Start | StopTrial)
+    stdin, stdout, rest = sys.stdin.fileno(), sys.stdout.fileno(), b""
+    os.write(stdout, READY)
+    while True:
+        ready, _, _ = select.select([stdin, *children.descriptors], [], [])
+        for descriptor in ready:
+            if descriptor != stdin and descriptor in children.descriptors:
+                os.write(stdout, children.collect(descriptor) + b"\n")
+        if stdin in ready:
+            received = os.read(stdin, 1 << 20)
+            if not received:
+                return
+            *lines, rest = (rest + received).split(b"\n")
+            for line in lines:
+                order = orders.decode(line)
+                if isinstance(order, Start):
+                    children.start(order)
+                else:
+                    children.stop(order.number)
+
+
+def main() -> None:
+    """Serve trials until the end of stdin, as the module describes."""
+    model = msgspec.json.decode(sys.argv[1], type=Model)
+    lower_priority()
+    compiler = Compiler(model.tokenizer, model.vocab_size, eos=())
+    with suppress(RequestError):  # every trial reports it to its client
+        compiler.load()
+    give_back()  # else trials use what loading has freed, and it would not count
+    serve(compiler)

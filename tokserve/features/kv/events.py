@@ -1,0 +1,132 @@
+"""KV events: which blocks can be found in the prefix cache from now on, and which no longer, in vLLM's form.
+
+A subscriber that applies all batches in order has the set of cached blocks.  A hash is the last 8 bytes of a block's
+hash as an integer; it means nothing outside of these events, since chains are keyed with a secret of the process.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from tokserve.features.lora.adapter import Adapter
+from tokserve.protocol.prompt import Feature
+
+MEDIUM = "GPU"  # vLLM's name for the memory that steps read, on whatever device
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """Blocks that follow one another.  `extra_keys`: of each block, what its hash covers besides tokens."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """Blocks whose memory has other content now."""
+
+    block_hashes: list[int]
+    medium: str | None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """No block is found from here on."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+def external(block_hash: bytes) -> int:
+    """A block's hash as events have it."""
+    return int.from_bytes(block_hash[-8:], "big")
+
+
+class EventLog:
+    """What has happened since the last `take`.  `block_size`: tokens."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._events: list[Event] = []
+
+    def stored(
+        self, parent: bytes | None, hashes: Sequence[bytes], tokens: array[int], start: int, *,
+        adapter: Adapter | None = None, cache_salt: str = "", features: Sequence[Feature] = (),
+    ) -> None:  # fmt: skip
+        """Blocks of the tokens from position `start` on can be found."""
+        self.add(
+            self.described(parent, hashes, tokens, start, adapter=adapter, cache_salt=cache_salt, features=features)
+        )
+
+    def add(self, event: Event) -> None:
+        """An event that was made elsewhere."""
+        self._events.append(event)
+
+    def described(
+        self, parent: bytes | None, hashes: Sequence[bytes], tokens: array[int], start: int, *,
+        adapter: Adapter | None = None, cache_salt: str = "", features: Sequence[Feature] = (),
+    ) -> BlockStored:  # fmt: skip
+        """The event that tells of blocks of the tokens from position `start` on, in the memory that steps read."""
+        size = self.block_size
+        extra = [
+            _extra_keys(position, position + size, adapter, cache_salt, features)
+            for position in range(start, start + len(hashes) * size, size)
+        ]
+        return BlockStored(
+            [external(block_hash) for block_hash in hashes], None if parent is None else external(parent),
+            tokens[start : start + len(hashes) * size].tolist(), size,
+            None if adapter is None else adapter.generation, MEDIUM, None if adapter is None else adapter.name,
+            extra if any(extra) else None,
+        )  # fmt: skip
+
+    def removed(self, block_hash: bytes) -> None:
+        """A block cannot be found any more."""
+        self.removed_hash(external(block_hash), MEDIUM)
+
+    def removed_hash(self, block_hash: int, medium: str) -> None:
+        """Record the removal of a block from a medium, by its hash."""
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockRemoved) and last.medium == medium:
+            last.block_hashes.append(block_hash)
+        else:
+            self._events.append(BlockRemoved([block_hash], medium))
+
+    def cleared(self) -> None:
+        """No block can be found any more."""
+        self._events.append(AllBlocksCleared())
+
+    def take(self) -> list[Event]:
+        """The events since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+
+def _extra_keys(
+    start: int, end: int, adapter: Adapter | None, cache_salt: str, features: Sequence[Feature]
+) -> tuple[Any, ...] | None:
+    """What the hash of the block of positions `start` to `end` - 1 covers besides its tokens and the block before."""
+    keys: list[Any] = [] if adapter is None else [adapter.name]
+    keys += [
+        (feature.hash.hex(), feature.start - start)
+        for feature in features
+        if feature.start < end and start < feature.start + feature.length
+    ]
+    if start == 0 and cache_salt:
+        keys.append(cache_salt)
+    return tuple(keys) or None
+
+
+def plain(event: Event) -> list[Any]:
+    """An event as an array: its type, then its fields; optional fields are left out."""
+    fields = list(msgspec.structs.astuple(event))
+    if isinstance(event, BlockStored) and event.extra_keys is None:
+        fields.pop()
+    return [type(event).__name__, *fields]

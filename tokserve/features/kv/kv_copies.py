@@ -1,0 +1,146 @@
+"""Copies of KV blocks outside of the KV cache: slots in host memory, and files behind them.
+
+The engine decides which block goes to which slot and which slot to a file; this file moves bytes.  A slot holds the
+pages of one block of all layers, one tensor after the other.  Methods of different lanes run in different threads: a
+slot is in the hands of one of them at a time, which the engine sees to as well.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from numpy import copyto, frombuffer, uint8
+from numpy.typing import NDArray
+
+from tokserve.base.errors import StartError
+from tokserve.config import KVStorePlan
+from tokserve.features.kv.kv_files import BlockFiles, FileError
+from tokserve.protocol.kv_spec import KVSpec
+from tokserve.runner.backend import Backend
+from tokserve.runner.device import Accelerator
+
+Bytes = NDArray[uint8]
+
+
+class KVCopies:
+    """`identify` computes the parts of what the KV depends on now.  Raises StartError."""
+
+    def __init__(self, plan: KVStorePlan, backend: Backend, identify: Callable[[], dict[str, str]]) -> None:
+        layout = backend.layout
+        if isinstance(backend.device, Accelerator):
+            raise StartError("option kv_offloading_size: pages are copied on a CPU only; this device cannot yet")
+        if not all(isinstance(spec, KVSpec) for spec in layout.specs):
+            raise StartError("option kv_offloading_size: a model with recurrent states is not supported")
+        self._backend = backend
+        self._identify = identify
+        self.slot_bytes = sum(spec.block_bytes(layout.block_size) for spec in layout.specs)
+        self.num_slots = plan.memory_bytes // self.slot_bytes
+        if not self.num_slots:
+            raise StartError(
+                f"option kv_offloading_size: one KV block has {self.slot_bytes} bytes, and {plan.memory_bytes} are "
+                "given"
+            )
+        try:
+            memory = mmap.mmap(-1, self.num_slots * self.slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError, OverflowError) as error:
+            raise StartError(f"option kv_offloading_size: {plan.memory_bytes} bytes cannot be had: {error}") from None
+        self._slots: Bytes = frombuffer(memory, uint8).reshape(self.num_slots, self.slot_bytes)
+        self._files = None
+        if plan.directory is not None:
+            self._files = BlockFiles(plan.directory, plan.disk_bytes, self.slot_bytes)
+        self._methods: dict[str, Callable[..., Any]] = {
+            "save_blocks": self._save, "load_blocks": self._load, "write_files": self._write,
+            "read_files": self._read, "use_identity": self._use, "clear_files": self._clear,
+            "read_blocks": self._read_blocks, "write_blocks": self._write_blocks,
+        }  # fmt: skip
+
+    def call(self, method: str, args: dict[str, Any]) -> Any:
+        return self._methods[method](**args)
+
+    def identity_parts(self) -> dict[str, str]:
+        """What KV that is computed now depends on."""
+        return self._identify()
+
+    # --- between pages and slots ---
+
+    def _tensors(self) -> Iterator[tuple[Bytes, slice]]:
+        """Every tensor of the KV cache as bytes [blocks, n], and where its blocks lie in a slot."""
+        start = 0
+        for caches in self._backend.kv:
+            for cache in caches:
+                pages: Bytes = cache.view(cache.shape[0], -1).view(torch.uint8).numpy()
+                end = start + pages.shape[1]
+                yield pages, slice(start, end)
+                start = end
+
+    def _save(self, blocks: list[int], slots: list[int]) -> float:
+        """Pages to slots; the seconds that it took."""
+        began = time.monotonic()
+        for pages, place in self._tensors():
+            for block, slot in zip(blocks, slots, strict=True):
+                copyto(self._slots[slot, place], pages[block])
+        return time.monotonic() - began
+
+    def _load(self, blocks: list[int], slots: list[int]) -> float:
+        """Slots to pages; the seconds that it took."""
+        began = time.monotonic()
+        for pages, place in self._tensors():
+            for block, slot in zip(blocks, slots, strict=True):
+                copyto(pages[block], self._slots[slot, place])
+        return time.monotonic() - began
+
+    # --- between pages and other servers ---
+
+    def _read_blocks(self, blocks: list[int]) -> list[bytes]:
+        """The content of pages, as a slot would hold it."""
+        contents = [bytearray(self.slot_bytes) for _ in blocks]
+        for pages, place in self._tensors():
+            for block, content in zip(blocks, contents, strict=True):
+                content[place] = pages[block].data
+        return [bytes(content) for content in contents]
+
+    def _write_blocks(self, blocks: list[int], contents: list[bytearray]) -> None:
+        """Put these contents into pages."""
+        for pages, place in self._tensors():
+            for block, content in zip(blocks, contents, strict=True):
+                copyto(pages[block], frombuffer(content, uint8)[place])
+
+    # --- between slots and files ---
+
+    def _use(self, identity: bytes, parts: dict[str, str]) -> list[bytes]:
+        """The keys of this identity that have files."""
+        return [] if self._files is None else self._files.use(identity, parts)
+
+    def _write(self, identity: bytes, keys: Sequence[bytes], slots: Sequence[int]) -> dict[str, Any]:
+        """Slots to files: {"written", "deleted": keys, "failed": how many, "seconds"}."""
+        files, began = self._files, time.monotonic()
+        written, deleted = [], []
+        if files is not None:
+            for key, slot in zip(keys, slots, strict=True):
+                is_written, evicted = files.write(identity, key, self._slots[slot].data)
+                written += [key] if is_written else []
+                deleted += evicted
+        failed = len(keys) - len(written)
+        return {"written": written, "deleted": deleted, "failed": failed, "seconds": time.monotonic() - began}
+
+    def _read(self, identity: bytes, keys: Sequence[bytes], slots: Sequence[int]) -> dict[str, Any]:
+        """Files to slots, up to the first that is not to be had: {"count", "damaged", "seconds"}."""
+        began, count, damaged = time.monotonic(), 0, 0
+        if self._files is not None:
+            for key, slot in zip(keys, slots, strict=True):
+                try:
+                    if not self._files.read(identity, key, self._slots[slot].data):
+                        break
+                except FileError:
+                    damaged += 1
+                    break
+                count += 1
+        return {"count": count, "damaged": damaged, "seconds": time.monotonic() - began}
+
+    def _clear(self) -> None:
+        if self._files is not None:
+            self._files.clear()

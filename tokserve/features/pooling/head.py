@@ -1,0 +1,77 @@
+"""The head of a classifier: hidden rows to float32 logits of its labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tokserve import ops
+from tokserve.features.pooling.classifier import HeadSpec
+from tokserve.layers.embedding import Head
+from tokserve.layers.linear import Activation, Linear
+from tokserve.layers.norm import NoNorm, NormSpec, make_norm
+from tokserve.layers.options import LayerOptions
+from tokserve.layers.parameter import Parameter, under
+
+NAME = "score"
+
+
+class Classifier:
+    """A weight of its own, never quantized, in the dtype of the language model's `head`; or some rows of that head."""
+
+    def __init__(self, spec: HeadSpec, hidden: int, head: Head) -> None:
+        self.spec = spec
+        self.head = head
+        options = LayerOptions(head.dtype)
+        self.linear = None if spec.tokens else Linear(hidden, {NAME: spec.labels}, options, bias=spec.per_token)
+
+    def parameters(self) -> dict[str, Parameter]:
+        """`score.weight` [labels, hidden], if it has a weight of its own; with a bias, if it labels tokens."""
+        return {} if self.linear is None else self.linear.parameters()
+
+    def __call__(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, labels] float32
+        if self.linear is not None:
+            return self.linear(hidden.to(self.linear.dtype), out_dtype=torch.float32)
+        chosen = self.head(hidden)[:, list(self.spec.tokens)]
+        return chosen[:, 1:] - chosen[:, :1] if self.spec.difference else chosen
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderHeadSpec:
+    """An encoder's head: a projection `dense` with an activation and perhaps a norm, then that to the labels, `out`.
+    `dense` "": there is only the last.  `dense_bias`: of the first projection; the last always has one."""
+
+    labels: int
+    dense: str = ""
+    activation: Activation | Literal["tanh"] = "tanh"
+    dense_bias: bool = True
+    norm: NormSpec | None = None
+    norm_name: str = ""
+    out: str = "classifier"
+
+
+class EncoderHead:
+    """Pooled rows, or those of all tokens, to the logits of labels; never quantized."""
+
+    def __init__(self, spec: EncoderHeadSpec, hidden: int, options: LayerOptions) -> None:
+        self.spec = spec
+        self.dense = Linear(hidden, {spec.dense: hidden}, options, bias=spec.dense_bias) if spec.dense else None
+        self.norm = NoNorm() if spec.norm is None else make_norm(hidden, spec.norm, options.dtype)
+        self.out = Linear(hidden, {spec.out: spec.labels}, options, bias=True)
+
+    def parameters(self) -> dict[str, Parameter]:
+        parameters = {} if self.dense is None else self.dense.parameters()
+        return parameters | under(self.spec.norm_name, self.norm.parameters()) | self.out.parameters()
+
+    def __call__(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, labels] float32
+        x = hidden.to(self.out.dtype)
+        if self.dense is not None:
+            x = self.dense(x)
+            if self.spec.activation == "tanh":
+                x = torch.tanh(x.float()).to(x.dtype)
+            else:
+                x = ops.activate(x, self.spec.activation)
+        return self.out(self.norm(x), out_dtype=torch.float32)

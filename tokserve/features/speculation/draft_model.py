@@ -1,0 +1,146 @@
+"""Drafts drawn by a second model with the noise of the requests: what the served model will most often draw as well.
+
+A token is a function of (logits, parameters, seed, position).  Where the draft model's logits are close to the served
+model's, the same noise leads to the same token, at any temperature.  Drafts are verified like all others, so no result
+depends on this file.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from tokserve.features.speculation.draft_progress import DraftProgress
+from tokserve.models.decoder import Decoder
+from tokserve.protocol.plan import DRAWN, DraftPasses, Int32, StepPlan
+from tokserve.runner.backend import Backend, Draft
+from tokserve.runner.logits import LogitRows
+from tokserve.runner.sampler import Sampler
+
+CATCH_UP = 512  # tokens that the draft model computes in a step beside drafts: the step's other requests wait for them
+NO_IDS = np.zeros(0, np.int32)
+Flags = NDArray[np.bool_]
+
+
+def has_drawn(plan: StepPlan) -> bool:
+    """Whether the draft model is to draw drafts for the plan."""
+    return bool(len(plan.draft_token_ids)) and bool((plan.draft_token_ids == DRAWN).any())
+
+
+class DraftModel:
+    """Draws with a backend's `draft`.  A copy of the served model reads and writes the same keys and values: it has
+    nothing to catch up with, and what it writes is overwritten when its drafts are verified, in the same step."""
+
+    def __init__(self, draft: Draft, backend: Backend, sampler: Sampler) -> None:
+        self._draft = draft
+        self._backend = backend
+        self._slots = backend.slots
+        self._sampler = sampler
+        self.progress = None if draft.first_layer == 0 else DraftProgress(backend.slots)
+
+    def num_bytes(self) -> int:
+        """The bytes of its weights."""
+        copy = self._draft.copy
+        if copy is not None:
+            return copy.num_bytes()
+        parameters = self._draft.model.parameters_by_name().values()
+        return sum(math.prod(parameter.shape) * parameter.dtype.itemsize for parameter in parameters)
+
+    def on_weights(self, model: Decoder) -> None:
+        """The served model's weights have changed, or another model has taken its place."""
+        if self._draft.copy is not None:
+            self._draft.copy.follow(model)
+
+    def on_weights_lost(self, blank: Decoder) -> None:
+        """The served model's weights are given up; `blank` takes its place."""
+        if self._draft.copy is not None:
+            self._draft.copy.rest(blank)
+
+    def on_pages_lost(self) -> None:
+        """The KV cache has lost its contents."""
+        if self.progress is not None:
+            self.progress.clear()
+
+    def release(self, slot: int) -> None:
+        """The slot is free, or another request takes it."""
+        if self.progress is not None:
+            self.progress.release(slot)
+
+    def draw(self, plan: StepPlan) -> tuple[StepPlan, DraftPasses]:
+        """The plan with the drafts that it left open, which are in the slots' tables as well."""
+        began = time.perf_counter()
+        if self._draft.copy is not None:
+            self._draft.copy.advance()
+        starts = np.cumsum(plan.num_drafts) - plan.num_drafts
+        rows = np.flatnonzero(plan.num_drafts)
+        rows = rows[plan.draft_token_ids[starts[rows]] == DRAWN]
+        slots, counts = plan.slots[rows], plan.num_drafts[rows]
+        lengths = plan.num_computed[rows] + plan.num_tokens[rows] - counts  # tokens before the drafts
+        computed, sizes = self._missing(plan.num_computed[rows], slots, lengths)
+        ready = computed + sizes == lengths
+        num_tokens, num_passes = 0, 0
+        drawn = np.zeros((len(rows), int(counts.max())), np.int32)
+        for number in range(int(counts.max())):
+            index = np.flatnonzero(ready & (counts > number) if number else sizes)
+            if len(index) == 0:
+                break
+            ids = self._pass(slots[index], computed[index], sizes[index], ready[index])
+            drawn[index[ready[index]], number] = ids
+            num_tokens += int(sizes[index].sum())
+            num_passes += 1
+            if number == 0 and self.progress is not None:
+                for slot, end in zip(slots[index].tolist(), (computed + sizes)[index].tolist(), strict=True):
+                    self.progress.on_computed(slot, end)
+            computed, sizes = lengths + number, np.ones_like(counts)
+        token_ids = plan.draft_token_ids.copy()
+        for row, (start, count) in enumerate(zip(starts[rows].tolist(), counts.tolist(), strict=True)):
+            token_ids[start : start + count] = drawn[row, :count]
+            if self.progress is not None and ready[row]:
+                self.progress.on_drafted(int(slots[row]), drawn[row, : count - 1])
+        passes = DraftPasses(time.perf_counter() - began, num_passes, num_tokens, rows[~ready].tolist())
+        return replace(plan, draft_token_ids=token_ids), passes
+
+    def _missing(self, served: Int32, slots: Int32, lengths: Int32) -> tuple[Int32, Int32]:
+        """The first position to compute for each row, and how many of those that are missing: CATCH_UP of the rows that
+        miss a block and more, together.  `served`: positions that the served model has computed.
+
+        Of rows that share the block that they lack, the first computes it, and the others wait.
+        """
+        if self.progress is None:
+            return served, lengths - served
+        ends = zip(slots.tolist(), lengths.tolist(), strict=True)
+        computed = np.array([self.progress.computed(slot, length) for slot, length in ends], np.int32)
+        sizes, room, size = lengths - computed, CATCH_UP, self._slots.block_size
+        claimed: set[int] = set()
+        for row in np.argsort(sizes, kind="stable").tolist():
+            block = int(self._slots.blocks[slots[row], computed[row] // size])
+            if sizes[row] <= size:
+                continue
+            if block in claimed:
+                sizes[row] = 0
+                continue
+            claimed.add(block)
+            sizes[row] = min(sizes[row], room)
+            room -= sizes[row]
+        return computed, sizes
+
+    def _pass(self, slots: Int32, computed: Int32, sizes: Int32, has_logits: Flags) -> Int32:
+        """Compute so many positions of each slot, and draw what follows those that have logits."""
+        if self.progress is not None:
+            for slot, start, count in zip(slots.tolist(), computed.tolist(), sizes.tolist(), strict=True):
+                self.progress.before_write(slot, start, start + count)
+        num_logits = has_logits.astype(np.int32)
+        plan = StepPlan(0, slots, sizes, computed, np.zeros_like(sizes), num_logits, NO_IDS)
+        logits = self._backend.draft_logits(plan)
+        lengths = (computed + sizes)[has_logits].astype(np.int64)
+        drawn_for = slots[has_logits]
+        if len(drawn_for) == 0:
+            return NO_IDS
+        rows = LogitRows(drawn_for, lengths, self._slots.prompt_lens[drawn_for], has_grammar=False)
+        token_ids = self._sampler.draw(logits, rows, self._backend.columns(rows))
+        self._slots.write(drawn_for, lengths, token_ids)
+        return token_ids
