@@ -9,9 +9,9 @@ import msgspec
 from pydantic import BaseModel
 
 from tokserve.cli.options import add_flags
+from tokserve.dialects.sglang.routes import ENDPOINTS as SGLANG
 from tokserve.server.app import ENDPOINTS
 from tokserve.server.endpoint import Endpoint
-from tokserve.server.sglang.routes import ENDPOINTS as SGLANG
 
 DOCS = Path(__file__).parents[2] / "docs"
 OPTIONS_HEAD = """# Options

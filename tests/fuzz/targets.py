@@ -20,13 +20,13 @@ from tests.server.site import site
 from tests.text.checkpoints import CHATML, KINDS
 from tokserve.base.errors import RequestError
 from tokserve.base.structs import UNREADABLE
+from tokserve.dialects.anthropic import messages as anthropic_messages
+from tokserve.dialects.openai import chat, completions, derender, render, responses, tokenize
 from tokserve.features.chat.chat import ChatTemplate
 from tokserve.protocol import messages
 from tokserve.protocol.params import RequestOptions, SamplingParams
 from tokserve.protocol.prompt import TokenPrompt
-from tokserve.server.anthropic import messages as anthropic_messages
 from tokserve.server.http import body
-from tokserve.server.openai import chat, completions, derender, render, responses, tokenize
 from tokserve.server.tokens import aborts, generate
 from tokserve.text.detokenizer import Detokenizer
 from tokserve.text.tokenizer import Tokenizer

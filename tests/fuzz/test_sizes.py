@@ -9,9 +9,9 @@ import pytest
 from tests.e2e.server import Server
 from tests.fuzz.sizes import DEPTHS, SIZES, Case, cases, deep_cases
 from tests.hostile.attack import MIB, Scene, post
+from tokserve.dialects.sglang.routes import ENDPOINTS as SGLANG
 from tokserve.server.app import ENDPOINTS
 from tokserve.server.endpoint import Endpoint
-from tokserve.server.sglang.routes import ENDPOINTS as SGLANG
 
 
 @pytest.fixture(scope="module", params=["tokserve", pytest.param("sglang", marks=pytest.mark.slow)])

@@ -9,6 +9,9 @@ import pytest
 
 from tests.text.checkpoints import write_chatml
 from tokserve.base.errors import RequestError
+from tokserve.dialects.anthropic.conversation import TurnMessages
+from tokserve.dialects.anthropic.tool_list import ToolList
+from tokserve.dialects.openai.response_items import InputMessages
 from tokserve.features.chat.chat import ChatTemplate
 from tokserve.features.images.parts import (
     ImageSlots,
@@ -20,9 +23,6 @@ from tokserve.features.images.parts import (
     content_parts,
     expand,
 )
-from tokserve.server.anthropic.conversation import TurnMessages
-from tokserve.server.anthropic.tool_list import ToolList
-from tokserve.server.openai.response_items import InputMessages
 from tokserve.text.tokenizer import Tokenizer
 
 PIXEL = "data:image/png;base64,AAAA"

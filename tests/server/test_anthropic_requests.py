@@ -12,8 +12,8 @@ from tests.server.scripted_llm import says
 from tests.server.site import Site, chat_site, site
 from tests.server.test_openapi import numbers
 from tests.text.tool_templates import HERMES, MISTRAL, OPENED, THINKER
+from tokserve.dialects.anthropic.bodies import CountTokensBody, MessagesBody
 from tokserve.features.chat.chat import ChatTemplate
-from tokserve.server.anthropic.bodies import CountTokensBody, MessagesBody
 
 MESSAGES, COUNT, RENDER, CHAT = (
     "/v1/messages",

@@ -19,10 +19,16 @@ from openai.resources.responses import Responses as SdkResponses
 from tests.server.scripted_llm import says
 from tests.server.site import Site, site
 from tests.server.test_refusals import error_of
+from tokserve.dialects.anthropic.bodies import MessagesBody
+from tokserve.dialects.openai.schemas import (
+    ChatBody,
+    CompletionBody,
+    OptionsModel,
+    RequestBody,
+    ResponsesBody,
+)
 from tokserve.server import compat
-from tokserve.server.anthropic.bodies import MessagesBody
 from tokserve.server.compat import FieldRule
-from tokserve.server.openai.schemas import ChatBody, CompletionBody, OptionsModel, RequestBody, ResponsesBody
 
 DOCS = Path(__file__).parents[2] / "docs" / "fields.md"
 ROUTES: dict[str, tuple[type[RequestBody], dict[str, Any]]] = {

@@ -12,11 +12,11 @@ from tests.replies import good
 from tests.server.scripted_llm import complete
 from tests.server.site import Site, command_site
 from tokserve.base.errors import BY_STATUS, Conflict, RequestError
+from tokserve.dialects.trainers import routes as trainers
 from tokserve.features.weights.weight_routes import PIECE
 from tokserve.protocol.messages import Status
 from tokserve.protocol.prompt import pack_ids
 from tokserve.server.app import CONTROL
-from tokserve.server.trainers import routes as trainers
 
 UPDATE = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}
 ROUTES: list[tuple[str, dict[str, Any] | None, str, dict[str, Any]]] = [

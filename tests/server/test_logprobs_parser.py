@@ -5,7 +5,7 @@ import pytest
 
 from tests.server.test_logprobs import columns
 from tokserve.client.outputs import Logprobs
-from tokserve.server.openai import logprobs_parser as read
+from tokserve.dialects.openai import logprobs_parser as read
 from tokserve.server.replies import logprobs
 
 

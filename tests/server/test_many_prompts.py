@@ -13,11 +13,11 @@ from tests.server.byte_tokenizer import TOKENIZER
 from tests.server.scripted_llm import endless
 from tests.server.site import Site, site
 from tokserve.checkpoint import DEMO_DIR
+from tokserve.dialects.openai.completions import CompletionRenderer
+from tokserve.dialects.sglang.reply import ChoiceDetails, GenerateRenderer
 from tokserve.features.pooling.pooled_outputs import LabelRules, VectorRules
 from tokserve.features.pooling.routes import inputs
 from tokserve.features.pooling.routes.inputs import PooledPrompts, PoolingUsage
-from tokserve.server.openai.completions import CompletionRenderer
-from tokserve.server.sglang.reply import ChoiceDetails, GenerateRenderer
 from tokserve.text.tokenizer import Tokenizer
 
 COMPLETIONS = ("/v1/completions", "prompt", {"max_tokens": 2})

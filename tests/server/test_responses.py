@@ -16,7 +16,7 @@ from tests.server.site import Caller, Site, chat_site, site
 from tests.server.test_tools import ANSWERS, CALL, PARAMETERS
 from tests.text.tool_templates import THINKER
 from tokserve.base.errors import QueueFull
-from tokserve.server.openai.responses import ResponsesRenderer
+from tokserve.dialects.openai.responses import ResponsesRenderer
 from tokserve.server.replies import sse
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"

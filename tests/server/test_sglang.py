@@ -13,10 +13,10 @@ from tests.server.scripted_llm import NOWHERE, TOKEN_SECONDS, endless, says
 from tests.server.site import Caller, Site, parse_events, site
 from tests.waiting import PATIENCE
 from tokserve.checkpoint import DEMO_DIR
+from tokserve.dialects.sglang.generate import SglangGenerateBody
+from tokserve.dialects.sglang.sampling import SglangSamplingParams
 from tokserve.protocol.params import SamplingParams, StructuredOutputs
 from tokserve.server.compat import SGLANG
-from tokserve.server.sglang.generate import SglangGenerateBody
-from tokserve.server.sglang.sampling import SglangSamplingParams
 
 PROMPT = {"input_ids": [70, 71, 72]}
 
@@ -148,7 +148,7 @@ def test_a_recursion_error_while_a_body_is_read_is_a_400(server: Site, monkeypat
     def read(*_: Any) -> Any:
         raise RecursionError
 
-    monkeypatch.setattr("tokserve.server.sglang.generate.read", read)
+    monkeypatch.setattr("tokserve.dialects.sglang.generate.read", read)
     answer = server.post("/generate", PROMPT)
     assert answer.status_code == 400 and answer.json()["error"]["code"] == 400, answer.text
 

@@ -12,9 +12,9 @@ from tests.server.site import Caller, Site, command_site
 from tokserve import checkpoint
 from tokserve.base.errors import Conflict, RequestError, StartError
 from tokserve.client.outputs import StepStats
+from tokserve.dialects.sglang.routes import ENDPOINTS
 from tokserve.protocol.messages import LoadedAdapter, Status
 from tokserve.server.app import endpoints
-from tokserve.server.sglang.routes import ENDPOINTS
 
 GROUP = {"master_address": "h", "master_port": "29500", "rank_offset": 1, "world_size": 2, "backend": "gloo"}
 JOINED = {"master_address": "h", "master_port": 29500, "rank_offset": 1, "world_size": 2, "backend": "gloo",

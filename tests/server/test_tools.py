@@ -17,8 +17,8 @@ from tests.text.tool_templates import DEEPSEEK, HERMES, LLAMA, MISTRAL, OPENED, 
 from tokserve.base.errors import RequestError, StartError
 from tokserve.config import Config
 from tokserve.config.resolve import resolve
+from tokserve.dialects.openai import tools
 from tokserve.features.chat.tool_formats import THINKING, TOOL_FORMATS
-from tokserve.server.openai import tools
 from tokserve.text.tokenizer import Tokenizer
 
 CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"

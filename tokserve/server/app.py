@@ -26,6 +26,15 @@ from tokserve.base.errors import LONGEST_SHOWN, NotFound, RequestError, RequestF
 from tokserve.base.structs import prepare_structs
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.config import Config
+from tokserve.dialects.anthropic import messages
+from tokserve.dialects.anthropic.bodies import CountTokensBody, MessagesBody
+from tokserve.dialects.anthropic.error_shape import ANTHROPIC
+from tokserve.dialects.anthropic.reply import MessagesReply
+from tokserve.dialects.openai import chat, completions, derender, render, responses, schemas, tokenize
+from tokserve.dialects.sagemaker import invocations
+from tokserve.dialects.sglang import routes as sglang
+from tokserve.dialects.trainers import routes as trainers
+from tokserve.dialects.trainers import skyrl
 from tokserve.features.observe import api_pages, introspection, live_requests, status_page
 from tokserve.features.observe.counters import ApiProcess
 from tokserve.features.observe.load_header import REPORTED, load_header
@@ -34,10 +43,6 @@ from tokserve.features.weights import weight_routes
 from tokserve.server import openapi
 from tokserve.server import reply_types as types
 from tokserve.server.admin import commands, state
-from tokserve.server.anthropic import messages
-from tokserve.server.anthropic.bodies import CountTokensBody, MessagesBody
-from tokserve.server.anthropic.error_shape import ANTHROPIC
-from tokserve.server.anthropic.reply import MessagesReply
 from tokserve.server.endpoint import (
     BODY,
     COMMAND,
@@ -57,13 +62,8 @@ from tokserve.server.http.auth import Keys, route_path
 from tokserve.server.http.cors import add_cors
 from tokserve.server.http.disconnect import ClientDisconnected
 from tokserve.server.http.request_ids import RequestIds
-from tokserve.server.openai import chat, completions, derender, render, responses, schemas, tokenize
-from tokserve.server.sagemaker import invocations
 from tokserve.server.serving import GIVEN_ID, PREPARATION, SERVING, Serving, Trace
-from tokserve.server.sglang import routes as sglang
 from tokserve.server.tokens import aborts, generate
-from tokserve.server.trainers import routes as trainers
-from tokserve.server.trainers import skyrl
 
 logger = logging.getLogger(__name__)
 

@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 
+from tokserve.dialects.openai.schemas import NO_LIMIT
+from tokserve.dialects.openai.tools import MAX_CALLS
 from tokserve.protocol.params import SamplingParams
 from tokserve.server import descriptions
 from tokserve.server.endpoint import Content, Endpoint
 from tokserve.server.http import declared
 from tokserve.server.http.body import JSON, MAX_ID, MSGPACK
-from tokserve.server.openai.schemas import NO_LIMIT
-from tokserve.server.openai.tools import MAX_CALLS
 
 _REF = "#/components/schemas/{name}"
 JsonSchema = dict[str, Any]
@@ -61,7 +61,7 @@ TAGS = [{"name": name, "description": text} for name, text in descriptions.TAGS]
 OBJECTS = ("kv_transfer_params",)
 EVENT: JsonSchema = {"type": "object", "description": "Each event: its data is JSON, or [DONE] at the end.",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}}, "required": ["data"]}  # fmt: skip
-JSON_ONLY = "tokserve.server.sglang"  # whose replies are never msgpack
+JSON_ONLY = "tokserve.dialects.sglang"  # whose replies are never msgpack
 
 
 def document(described: dict[str, Any], endpoints: Iterable[Endpoint], models: Sequence[str] | None) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from tokserve.client.inputs import POOLS, GenerateRequest, bare_id, token_prompt
 from tokserve.client.request_state import RequestState
 from tokserve.client.stream import Stream
 from tokserve.config import Config
+from tokserve.dialects.sglang.state import SglangState
 from tokserve.features.beams.beam_search import BeamSearchParams
 from tokserve.features.beams.beam_stream import BeamStream, BeamTask
 from tokserve.features.chat import tool_formats
@@ -59,7 +60,6 @@ from tokserve.server.http.body_reader import BodyReader
 from tokserve.server.http.disconnect import CancelOnDisconnect
 from tokserve.server.http.workers import off_loop
 from tokserve.server.replies import reply_size
-from tokserve.server.sglang.state import SglangState
 from tokserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

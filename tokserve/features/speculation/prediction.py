@@ -6,7 +6,7 @@ import msgspec
 
 from tokserve.base.errors import RequestError, invalid
 from tokserve.client.inputs import GenerateRequest
-from tokserve.server.openai.schemas import TextBody
+from tokserve.dialects.openai.schemas import TextBody
 from tokserve.server.serving import Serving
 
 

@@ -14,12 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.base.errors import RequestError, invalid
+from tokserve.dialects.openai import schemas
+from tokserve.dialects.openai.completions import tokenized
 from tokserve.features.chat.prompts import Side, cut
 from tokserve.features.pooling.routes import inputs
 from tokserve.server.http import body as bodies
 from tokserve.server.http.workers import off_loop
-from tokserve.server.openai import schemas
-from tokserve.server.openai.completions import tokenized
 from tokserve.server.serving import FieldPaths, Serving
 
 Type = Literal["float", "binary", "ubinary", "base64"]

@@ -15,12 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.base.errors import RequestError
+from tokserve.dialects.openai import schemas
 from tokserve.features.pooling.pooled_outputs import LabelRules, PoolingRules, VectorRules, rules_for
 from tokserve.features.pooling.routes import inputs
 from tokserve.features.pooling.routes.inputs import PooledPrompts, PoolingUsage
 from tokserve.server.http import body as bodies
 from tokserve.server.http.workers import off_loop
-from tokserve.server.openai import schemas
 from tokserve.server.serving import Serving
 
 Encoding = Literal["float", "base64", "bytes", "bytes_only"]

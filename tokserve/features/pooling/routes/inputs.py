@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 
 from tokserve.base.errors import Overloaded, RequestError, invalid
+from tokserve.dialects.openai import schemas
+from tokserve.dialects.openai.completions import parse_prompts, tokenized
 from tokserve.features.chat.prompts import Side, cut
 from tokserve.features.pooling.pooled_outputs import LabelRules, PoolingRules, VectorRules
 from tokserve.protocol.params import PoolingParams
 from tokserve.server import compat
 from tokserve.server.http.declared import OPTIONS, model
 from tokserve.server.http.errors import renamed
-from tokserve.server.openai import schemas
-from tokserve.server.openai.completions import parse_prompts, tokenized
 from tokserve.server.replies import sse
 from tokserve.server.serving import FieldPaths, Prompts, Serving
 

@@ -10,13 +10,13 @@ from starlette.requests import Request
 
 from tokserve.base.errors import RequestError, invalid
 from tokserve.client.inputs import token_prompt
+from tokserve.dialects.openai.completions import MAX_PROMPTS, parse_prompts
 from tokserve.features.pooling.pairs import PairPrompts, Side, check_scores_pairs, counterparts, similarity
 from tokserve.features.pooling.pooled_outputs import VectorRules
 from tokserve.features.pooling.routes import inputs
 from tokserve.features.pooling.routes.inputs import PooledPrompts, PoolingBody
 from tokserve.protocol.prompt import TokenPrompt
 from tokserve.server.http.workers import off_loop
-from tokserve.server.openai.completions import MAX_PROMPTS, parse_prompts
 from tokserve.server.serving import FieldPaths, Serving
 
 MAX_PAIR_TOKENS = 1 << 24  # of all pairs of a request: a long query may be in each

@@ -10,12 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.base.errors import RequestError, invalid
+from tokserve.dialects.openai import schemas
 from tokserve.features.pooling.routes import pairs
 from tokserve.features.pooling.routes.inputs import PoolingUsage, is_listed
 from tokserve.features.pooling.routes.pairs import Sides
 from tokserve.server.http import body as bodies
 from tokserve.server.http.workers import off_loop
-from tokserve.server.openai import schemas
 from tokserve.server.serving import Serving
 
 PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")

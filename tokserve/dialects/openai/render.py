@@ -1,0 +1,135 @@
+"""Chat and completions bodies rendered as token requests, for this or another server to generate.
+
+A rendered request is a body for /inference/v1/generate that yields the same tokens as the text route would, here or
+on a tokens-only server of the same model (except for stop strings, which need a tokenizer).  Generates nothing;
+`derender` is the inverse, for the replies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokserve.client.inputs import GenerateRequest
+from tokserve.dialects.openai import chat, completions, schemas
+from tokserve.features.beams.beam_fields import refuse_beams
+from tokserve.features.images import request_images
+from tokserve.protocol.params import SamplingParams
+from tokserve.server.http import declared
+from tokserve.server.http.body import given_request_id, reply
+from tokserve.server.http.workers import off_loop
+from tokserve.server.serving import Serving
+from tokserve.server.tokens.generate import OptionFields, StreamOptions
+
+
+class Rendered(OptionFields, kw_only=True, omit_defaults=True):
+    """A body for /inference/v1/generate; defaults are left out."""
+
+    token_ids: list[int]
+    sampling_params: SamplingParams
+    model: str
+    request_id: str | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    features: Any = None
+
+
+class TokenizerDescription(msgspec.Struct):
+    """What a client needs to know of the tokenizer, without paths."""
+
+    tokenizer_class: str | None
+    vocab_size: int
+    special_tokens: dict[str, str]
+    special_token_ids: list[int]
+    bos_token: str | None
+    bos_token_id: int | None
+    eos_token: str | None
+    eos_token_id: int | None
+    eos_token_ids: list[int]
+    model_max_length: int
+    chat_template: str | dict[str, str] | None
+
+
+async def render_chat(serving: Serving, request: Request) -> Response:
+    """POST /v1/chat/completions/render: the chat as a token request"""
+    call = await chat.read(serving, request, replies=False)
+    return await rendered_chat(serving, request, call)
+
+
+async def rendered_chat(serving: Serving, request: Request, call: chat.ChatCall) -> Response:
+    """The token request that a chat call is; the call may come from the body of another route."""
+    refuse_beams(call.beams)
+    forbidden = await serving.check(request, call.generate, [call.prompt], call.fields)
+    echo = bool(call.body.return_token_ids) or call.params.prompt_logprobs is not None
+    request_id = given_request_id(request, call.body.request_id)
+    params = _portable(call.params, forbidden)
+    rendered = _rendered(serving, call.body, params, call.generate, call.ids, echo=echo, request_id=request_id)
+    reader = serving.images
+    if reader is not None and call.prompt.features:
+        request_images.keep(call.prompt, serving.features, call.generate.options.cache_salt or "")
+        with_patches = call.body.mm_payload != "none" and call.body.return_mm_kwargs is not False
+        size = 8 * sum(len(feature.data) for feature in call.prompt.features)
+        rendered.features = await off_loop(
+            request, size, lambda: request_images.rendered_features(call.prompt, reader.kind, with_patches=with_patches)
+        )
+    return reply(request, rendered, _headers(request_id, call.ignored))
+
+
+async def render_completions(serving: Serving, request: Request) -> Response:
+    """POST /v1/completions/render: the prompts as token requests, one for each"""
+    call = await completions.read(serving, request, replies=False)
+    refuse_beams(call.beams)
+    forbidden = await serving.check(request, call.generate, call.ids, call.fields)
+    body = call.body
+    params = _portable(call.params, forbidden)
+    echo = bool(body.return_token_ids or body.echo) or call.params.prompt_logprobs is not None
+    request_id = given_request_id(request, body.request_id)
+    several = request_id is not None and len(call.ids) > 1
+    names = [f"{request_id}-{index}" if several else request_id for index in range(len(call.ids))]
+    rendered = [
+        _rendered(serving, body, params, call.generate, ids, echo=echo, request_id=name)
+        for ids, name in zip(call.ids, names, strict=True)
+    ]
+    return reply(request, rendered, _headers(request_id, call.ignored))
+
+
+def _headers(request_id: str | None, ignored: list[str]) -> dict[str, str]:
+    return ({"X-Request-Id": request_id} if request_id else {}) | schemas.ignored_header(ignored)
+
+
+def _portable(params: SamplingParams, forbidden: list[list[int]]) -> SamplingParams:
+    """The parameters, with the forbidden words as token ids."""
+    return msgspec.structs.replace(params, bad_words=[], bad_token_sequences=forbidden)
+
+
+def _rendered(
+    serving: Serving, body: schemas.TextBody, params: SamplingParams, generate: GenerateRequest, ids: list[int], *,
+    echo: bool, request_id: str | None,
+) -> Rendered:  # fmt: skip
+    """`echo`: the reply must repeat the prompt, which `derender` needs."""
+    options = None
+    if body.stream_options is not None:
+        options = StreamOptions(*schemas.usage_options(serving, body))
+    return Rendered(
+        token_ids=ids, sampling_params=params, model=body.model or serving.name, request_id=request_id,
+        stream_options=options, return_token_ids=echo,
+        **{field.name: getattr(generate.options, field.name) for field in declared.OPTIONS},
+    )  # fmt: skip
+
+
+async def describe(serving: Serving, request: Request) -> Response:
+    """GET /tokenizer_info: the tokenizer's kind, special tokens and chat template"""
+    tokenizer, ready = serving.tokenizer, serving.llm.ready
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    described = TokenizerDescription(
+        tokenizer_class=tokenizer.class_name, vocab_size=tokenizer.vocab_size,
+        special_tokens=tokenizer.special_tokens, special_token_ids=sorted(tokenizer.special_ids),
+        bos_token=bos, bos_token_id=None if bos is None else tokenizer.id_of(bos),
+        eos_token=eos, eos_token_id=None if eos is None else tokenizer.id_of(eos),
+        eos_token_ids=list(ready.eos_token_ids), model_max_length=ready.max_model_len,
+        chat_template=serving.template.sources,
+    )  # fmt: skip
+    return reply(request, described)

@@ -1,0 +1,38 @@
+"""The control routes of training frameworks, and those that are refused in a few words."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokserve.base.errors import RequestError
+from tokserve.dialects.trainers import areal
+from tokserve.protocol import commands
+from tokserve.server.admin.commands import CommandRoute, load_lora_adapter
+from tokserve.server.reply_types import AdapterReply, Success
+from tokserve.server.serving import Serving
+
+
+async def init_broadcaster(serving: Serving, request: Request) -> Response:
+    """POST /init_broadcaster: refused; the error names the setting to use instead"""
+    # After a 404 prime-rl would go on without a broadcast, and fail at the first update.
+    raise RequestError(
+        "prime-rl's NCCL broadcast needs a CUDA device at both ends and sends pickles: set the trainer's and the "
+        'orchestrator\'s weight_broadcast.type to "filesystem", which this server reads',
+        code="unsupported",
+    )
+
+
+ROUTES = (
+    CommandRoute("/areal_pause_generation", areal.pause, None, Success),
+    CommandRoute("/areal_continue_generation", areal.resume, None, Success),
+    CommandRoute("/areal_update_weights", areal.update_weights, areal.ArealUpdateBody, Success),
+    CommandRoute("/areal_update_weights_lora", areal.update_adapter, areal.ArealAdapterBody, Success),
+    CommandRoute("/areal_init_weights_update_group", areal.join_group, areal.ArealGroupBody, Success),
+    CommandRoute("/areal_set_update_weight_meta", areal.announce, areal.ArealMetaBody, Success),
+    CommandRoute("/areal_update_weights_xccl", areal.receive, None, Success),
+    CommandRoute("/areal_set_update_weight_meta_lora", areal.refuse_adapter_tensors, None, None),
+    CommandRoute("/areal_update_weights_lora_xccl", areal.refuse_adapter_tensors, None, None),
+    CommandRoute("/init_broadcaster", init_broadcaster, None, None),
+    CommandRoute("/skyrl/v1/load_lora_adapter", load_lora_adapter, commands.LoadAdapter, AdapterReply),
+)
