@@ -21,7 +21,7 @@ BROAD_EXCEPT = {  # process entry, threads, restarts, admission, grammars, admin
     # a parser of the library's that raises plain Exceptions
     "engine/process.py", "features/ranks/worker.py", "engine/admission.py", "features/grammar/mask_worker.py",
     "engine/admin/command.py", "server/app.py", "server/replies/sse.py", "testing/scripted.py",
-    "features/grammar/grammars.py", "features/images/media/pool.py", "client/engine_client.py", "ebnf.py",
+    "features/grammar/grammars.py", "features/images/media/pool.py", "client/engine_client.py", "protocol/ebnf.py",
 }  # fmt: skip
 
 

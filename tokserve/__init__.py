@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tokserve.rl.version import __version__
+from tokserve.version import __version__
 
 __all__ = [
     "LLM",
