@@ -58,6 +58,7 @@ ARROWS = 108
 FOREIGN_IN = {"rl/trl_run.py": {"transformers"}}  # of TRL's users, who have it: imported by rl/trl.py alone
 MAX_FILES = 20  # of a folder
 ONE_NAMESPACE = {"rl"}  # whose modules are public names of a distribution of its own
+ARROWS = 132
 # modules that a package may import from another only in the named files
 ONLY_IN = {
     ("client", "engine"): {"client/launch.py"},

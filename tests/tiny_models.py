@@ -14,12 +14,11 @@ from torch import Tensor
 from tests.tiny_families import FAMILIES, VISION_FAMILIES
 from tokserve.checkpoint import flat
 from tokserve.features.images.siglip import SiglipSpec
-from tokserve.features.pooling.encoder_model import EncoderSpec, make_model
+from tokserve.features.pooling.encoder_model import EncoderSpec
 from tokserve.layers.options import LayerOptions
-from tokserve.models.decoder import rope_tables
+from tokserve.models.decoder import DecoderSpec, rope_tables
 from tokserve.models.dummy import tensors
 from tokserve.models.registry import decoder_spec
-from tokserve.models.spec import DecoderSpec
 from tokserve.models.weights import INDEX, SINGLE
 
 
@@ -93,7 +92,7 @@ def write_checkpoint(directory: Path, hf: Mapping[str, Any], *, seed: int = 0, s
     (directory / "config.json").write_text(json.dumps(dict(hf), indent=2) + "\n")
     dtype = getattr(torch, hf.get("dtype") or "float32")
     spec, options = decoder_spec(flat(dict(hf))), LayerOptions(dtype)
-    parameters = make_model(spec, options, options, rope_tables(spec, 1)).parameters_by_name()
+    parameters = spec.build(options, options, rope_tables(spec, 1)).parameters_by_name()
     named = {name: tensor.to(dtype) for name, tensor in tensors(parameters, seed)}
     if spec.vision is not None:
         named = _as_released(named, spec)

@@ -16,10 +16,10 @@ from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import RopeSpec
 from tokserve.models import dummy
+from tokserve.models.block import AROUND
 from tokserve.models.decoder import Decoder
 from tokserve.models.load import build, load
 from tokserve.models.registry import decoder_spec
-from tokserve.models.spec import AROUND
 from tokserve.models.weights import load_into
 from tokserve.protocol.kv_spec import KVSpec
 

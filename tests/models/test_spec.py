@@ -13,8 +13,9 @@ from tests.tiny_models import tiny_config
 from tokserve.base.errors import StartError
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import RopeSpec
+from tokserve.models.block import AROUND
+from tokserve.models.decoder import DecoderSpec
 from tokserve.models.registry import ARCHITECTURES, decoder_spec
-from tokserve.models.spec import AROUND, DecoderSpec
 
 ABSENT = object()
 

@@ -20,6 +20,7 @@ from tokserve.layers.norm import NormSpec, RMSNorm
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import OPTION, Group, Span
 from tokserve.layers.parameter import Parameter, owned_copy, under
+from tokserve.layers.protocols import Attend, AttentionProbe, random_rows
 from tokserve.layers.rope import RopeSpec
 from tokserve.protocol.kv_spec import KVSpec, dtype_name
 
@@ -55,6 +56,10 @@ class AttentionSpec:
     sinks: bool = False
     gated: bool = False
     ahead: int = 0
+
+    def layer(self, hidden: int, options: LayerOptions) -> Attention:
+        """The layer without weights."""
+        return (BidirectionalWindow if self.ahead else Attention)(hidden, self, options)
 
 
 class Attention:
@@ -118,6 +123,28 @@ class Attention:
     def row_elements(self) -> int:
         """Elements of a token's queries and outputs that are no linear layer's: none worth counting."""
         return 0
+
+    def probe(self) -> AttentionProbe:
+        """Attention with random queries, keys and values."""
+        name = f"attention of {self.heads} heads of {self.dim}"
+        name += f" over {self.window} tokens" if self.window else ""
+        kind = ("attention", self.heads, self.kv_heads, self.dim, self.window, self.softcap, self.sinks is None)
+        return AttentionProbe(kind, name, self._probe)
+
+    def _probe(self, cache: Tensor, tokens: int) -> Attend:
+        pages = -(-tokens // cache.shape[2])
+        k, v = (
+            random_rows(seed, pages, *cache.shape[1:]).to(cache.device, self.dtype).to(cache.dtype) for seed in (1, 2)
+        )
+        q = random_rows(3, tokens, self.heads, self.dim).to(cache.device, self.dtype)
+
+        def attend(rows: Tensor, tables: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+            return ops.paged_attention(
+                q[rows], k, v, tables, starts, ends, self.scale * self.k_scale, self.window, self.v_scale,
+                self.softcap, self.sinks,
+            )  # fmt: skip
+
+        return attend
 
     def scale_cache(self, k_scale: float, v_scale: float) -> None:
         """Divide the keys and values that a float8 cache keeps by these; other caches have no scales."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from tokserve import ops
 from tokserve.layers.linear import Activation, GatedLinear, Linear
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import Span
-from tokserve.layers.parameter import Parameter
+from tokserve.layers.parameter import Parameter, StackedParameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,18 @@ class MLPSpec:
     gated: bool = True
     up_names: tuple[str, ...] = ("gate_proj", "up_proj")
     down_name: str = "down_proj"
+
+    @property
+    def has_experts(self) -> bool:
+        return False
+
+    def layer(self, hidden: int, options: LayerOptions) -> GatedMLP:
+        """The layer without weights."""
+        return make_mlp(hidden, self, options)
+
+    def as_stored(self, hidden: int, shapes: Mapping[str, tuple[int, ...]]) -> MLPSpec:
+        """Itself: checkpoints store its projections in one way."""
+        return self
 
 
 class GatedMLP:
@@ -54,6 +67,10 @@ class GatedMLP:
     def parameters(self) -> dict[str, Parameter]:
         """The parameters of the projections, under the checkpoint's names."""
         return self.gate_up.parameters() | self.down.parameters()
+
+    def stacked_parameters(self) -> dict[str, StackedParameter]:
+        """None: a checkpoint has each projection by itself."""
+        return {}
 
     def __call__(
         self, x: Tensor, adapters: Tensor | None = None, routed: list[Tensor] | None = None

@@ -85,6 +85,20 @@ class Parameter:
             self.load_stored(weight)
 
 
+@dataclass(frozen=True, slots=True)
+class StackedParameter:
+    """A tensor that holds what the parameters `covers` hold, of all experts: a checkpoint has it or them."""
+
+    parameter: Parameter
+    covers: tuple[str, ...]
+
+    def parts(self, whole: Tensor) -> dict[str, Tensor]:
+        """Views of such a tensor, which is not transposed, by the names that it covers."""
+        shards = len(self.covers) // len(whole)  # of an expert
+        views = [view for expert in whole.unbind() for view in expert.chunk(shards)]
+        return dict(zip(self.covers, views, strict=True))
+
+
 def as_dense(weight: Tensor | StoredWeight) -> Tensor:
     """The weight as a tensor of floats."""
     return weight if isinstance(weight, Tensor) else weight.dense()

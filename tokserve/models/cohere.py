@@ -7,9 +7,11 @@ from typing import Any
 
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import NO_ROPE
+from tokserve.models.block import SINGLE
 from tokserve.models.config_reader import ConfigReader
+from tokserve.models.decoder import DecoderSpec
 from tokserve.models.rope_config import rope
-from tokserve.models.spec import SINGLE, DecoderSpec, dense, head_size, layer_windows, window_size
+from tokserve.models.spec import dense, head_size, layer_windows, window_size
 
 MAX_POSITION = 8192
 

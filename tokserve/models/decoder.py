@@ -6,84 +6,78 @@ It is built from a `DecoderSpec`.  The residual stream is in the model's dtype; 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.base.errors import RequestError, StartError
-from tokserve.families.latent.layers import LatentAttention, LatentAttentionSpec
-from tokserve.families.mixtures.experts import Mixture, MixtureSpec, StackedParameter
-from tokserve.families.recurrent.layers import GatedDelta, GatedDeltaSpec, ShortConv
-from tokserve.features.images.siglip import SiglipSpec
-from tokserve.features.images.siglip_tower import SiglipTower
-from tokserve.features.images.tower import Tower
-from tokserve.features.pooling.head import Classifier, EncoderHead
+from tokserve.base.errors import RequestError
+from tokserve.families.quantization.formats.base import DENSE, CheckpointFormat
 from tokserve.features.weights.provenance import Provenance
-from tokserve.layers.attention import Attention, AttentionSpec, BidirectionalWindow
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.embedding import Embedding, Head
 from tokserve.layers.linear import Linear
-from tokserve.layers.mlp import GatedMLP, MLPSpec, make_mlp
-from tokserve.layers.norm import NoNorm, make_norm
+from tokserve.layers.norm import NoNorm, NormSpec, make_norm
 from tokserve.layers.options import LayerOptions
-from tokserve.layers.parallel import ALONE, OPTION, WHOLE, Stage
-from tokserve.layers.parameter import Parameter, on_another_rank, under
-from tokserve.layers.rope import rope_table, rows_of_axes
-from tokserve.models.spec import BlockSpec, DecoderSpec
+from tokserve.layers.parallel import ALONE, WHOLE, Stage
+from tokserve.layers.parameter import Parameter, StackedParameter, on_another_rank, under
+from tokserve.layers.protocols import ImageTower, LabelHead, LabelHeadSpec, TowerSpec
+from tokserve.layers.rope import RopeSpec, rope_table, rows_of_axes
+from tokserve.models.block import BlockSpec, DecoderBlock
 from tokserve.protocol.kv_spec import LayerSpec
 
-
-def feed_forward(hidden: int, spec: MLPSpec | MixtureSpec, options: LayerOptions) -> GatedMLP | Mixture:
-    """The feed-forward part of a block."""
-    return Mixture(hidden, spec, options) if isinstance(spec, MixtureSpec) else make_mlp(hidden, spec, options)
+Renames = tuple[tuple[str, str], ...]
 
 
-def token_mixer(
-    hidden: int, spec: BlockSpec, options: LayerOptions
-) -> Attention | LatentAttention | GatedDelta | ShortConv:
-    """The part of a block in which tokens meet.  Recurrent layers are not divided: every rank has them whole."""
-    if isinstance(spec.attention, AttentionSpec):
-        return (BidirectionalWindow if spec.attention.ahead else Attention)(hidden, spec.attention, options)
-    if isinstance(spec.attention, LatentAttentionSpec):
-        return LatentAttention(hidden, spec.attention, options)
-    options = replace(options, group=ALONE)
-    if isinstance(spec.attention, GatedDeltaSpec):
-        return GatedDelta(hidden, spec.attention, options)
-    return ShortConv(hidden, spec.attention, options)
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """Embedding, blocks, final norm and head.  `tied`: the head's weight is the embedding's.
 
+    `embedding_multiplier`: of the embeddings, in the model's dtype.  `logits_multiplier`: of the logits, and
+    `logits_softcap` > 0: a logit x becomes softcap * tanh(x / softcap) after that.
+    `renames`: (prefix in the checkpoint, prefix here), applied to names that start with the first; a pair whose first
+    begins with a dot is replaced anywhere in the name, and a tensor whose prefix becomes "" is not used.
+    `format`: how the checkpoint stores weights.  `norm_name`: of the final norm's module in a checkpoint.
+    `classifier`: the head of a model that classifies.  `vision`: the tower of a model that reads images.
+    """
 
-class DecoderBlock:
-    """One layer: attention and feed-forward, one after the other or side by side, and norms before or after them."""
+    vocab: int
+    hidden: int
+    max_position: int
+    blocks: tuple[BlockSpec, ...]
+    norm: NormSpec
+    tied: bool
+    renames: Renames
+    embedding_multiplier: float = 1.0
+    format: CheckpointFormat = DENSE
+    logits_multiplier: float = 1.0
+    logits_softcap: float = 0.0
+    norm_name: str = "norm"
+    classifier: LabelHeadSpec | None = None
+    vision: TowerSpec | None = None
 
-    def __init__(self, hidden: int, spec: BlockSpec, options: LayerOptions) -> None:
-        def norm(name: str) -> NoNorm:
-            return make_norm(hidden, spec.norm, options.dtype) if name else NoNorm()
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The different ones, in the order of the blocks."""
+        return tuple(dict.fromkeys(block.attention.rope for block in self.blocks))
 
-        self.norm_names, self.mlp_name, self.attention_name = spec.norms, spec.mlp_name, spec.attention_name
-        self.parallel, self.residual_multiplier = spec.parallel, spec.residual_multiplier
-        self.attention_norm, self.mlp_norm = norm(spec.norms.before_attention), norm(spec.norms.before_mlp)
-        self.attention_post_norm, self.mlp_post_norm = norm(spec.norms.after_attention), norm(spec.norms.after_mlp)
-        self.attention = token_mixer(hidden, spec, options)
-        self.mlp = feed_forward(hidden, spec.mlp, options)
+    def build(
+        self,
+        options: LayerOptions,
+        head: LayerOptions,
+        tables: list[Tensor],
+        *,
+        float8_cache: bool = False,
+        stage: Stage = WHOLE,
+    ) -> Decoder:
+        """The model without weights; arguments as `Decoder` takes them.  Raises StartError."""
+        return Decoder(self, options, head, tables, float8_cache=float8_cache, stage=stage)
 
-    def linears(self) -> dict[str, Linear]:
-        """The projections, each after the Hugging Face name of the module that it is in."""
-        return under(self.attention_name, self.attention.linears()) | under(self.mlp_name, self.mlp.linears())
-
-    def parameters(self) -> dict[str, Parameter]:
-        """Under the names of Hugging Face checkpoints."""
-        names = self.norm_names
-        norms = (
-            (names.before_attention, self.attention_norm), (names.after_attention, self.attention_post_norm),
-            (names.before_mlp, self.mlp_norm), (names.after_mlp, self.mlp_post_norm),
-        )  # fmt: skip
-        parameters = under(self.attention_name, self.attention.parameters())
-        parameters |= under(self.mlp_name, self.mlp.parameters())
-        for name, norm in norms:
-            parameters |= under(name, norm.parameters())
-        return parameters
+    @property
+    def has_experts(self) -> bool:
+        """Whether there are mixtures of experts."""
+        return any(block.mlp.has_experts for block in self.blocks)
 
 
 def rope_tables(spec: DecoderSpec, positions: int) -> list[Tensor]:  # [positions, rope.dim] each
@@ -102,7 +96,7 @@ class Decoder:
 
     exact = True
     implementation = "tokserve"
-    tower: Tower | SiglipTower | None = None
+    tower: ImageTower | None = None
 
     def __init__(
         self,
@@ -130,18 +124,14 @@ class Decoder:
             keeps_stored=options.quant.name in ("wna16", "int4"),
             group=options.group,
         )
-        self.classifier: Classifier | EncoderHead | None = None
+        self.classifier: LabelHead | None = None
         if spec.classifier is not None:
-            if spec.classifier.tokens and options.group.size > 1:
-                raise StartError(f"{OPTION}: a classifier whose labels are rows of the head runs on one rank")
-            self.classifier = Classifier(spec.classifier, spec.hidden, self.head)
+            self.classifier = spec.classifier.layer(spec.hidden, options, self.head)
         self.blocks = [DecoderBlock(spec.hidden, spec.blocks[number], options) for number in self.numbers]
         self.norm: NoNorm = make_norm(spec.hidden, spec.norm, self.dtype)
         if spec.vision is not None and has_tower:
             whole = replace(options, group=ALONE)  # each rank looks at each image
-            self.tower = (
-                SiglipTower(spec.vision, whole) if isinstance(spec.vision, SiglipSpec) else Tower(spec.vision, whole)
-            )
+            self.tower = spec.vision.tower(whole)
         self.rope_tables = tables
         self._layers = self._chain()
         self.provenance = Provenance()
@@ -218,13 +208,14 @@ class Decoder:
         """Tensors that a checkpoint may have in place of some of `parameters_by_name`, under their names."""
         stacked: dict[str, StackedParameter] = {}
         for number, spec in enumerate(self.spec.blocks):
-            if not isinstance(spec.mlp, MixtureSpec):
-                continue
             is_mine = number in self.numbers
-            mlp = self.blocks[number - self.numbers.start].mlp if is_mine else None
-            mixture = mlp if isinstance(mlp, Mixture) else Mixture(self.spec.hidden, spec.mlp, self.options)
+            mlp = (
+                self.blocks[number - self.numbers.start].mlp
+                if is_mine
+                else spec.mlp.layer(self.spec.hidden, self.options)
+            )
             prefix = f"model.layers.{number}.{spec.mlp_name}."
-            for name, one in mixture.stacked_parameters().items():
+            for name, one in mlp.stacked_parameters().items():
                 covers = tuple(prefix + covered for covered in one.covers)
                 parameter = one.parameter if is_mine else on_another_rank({name: one.parameter})[name]
                 stacked[prefix + name] = StackedParameter(parameter, covers)

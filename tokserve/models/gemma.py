@@ -12,21 +12,11 @@ from typing import Any
 
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import RopeSpec
+from tokserve.models.block import AROUND, BEFORE, BlockNorms, BlockSpec
 from tokserve.models.config_reader import ConfigReader
+from tokserve.models.decoder import DecoderSpec
 from tokserve.models.rope_config import rope, ropes_with_windows
-from tokserve.models.spec import (
-    AROUND,
-    BEFORE,
-    BlockNorms,
-    BlockSpec,
-    DecoderSpec,
-    attention,
-    decoder,
-    head_size,
-    layer_windows,
-    mlp,
-    window_size,
-)
+from tokserve.models.spec import attention, decoder, head_size, layer_windows, mlp, window_size
 
 THETA, LOCAL_THETA = 1e6, 1e4  # of full attention and of windows, where the config gives none
 MAX_POSITION = 131072

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokserve.layers.norm import NormSpec
+from tokserve.models.block import BEFORE, BlockNorms
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.spec import BEFORE, BlockNorms, DecoderSpec, dense
+from tokserve.models.decoder import DecoderSpec
+from tokserve.models.spec import dense
 
 AROUND_GLM = BlockNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 

@@ -11,7 +11,8 @@ from tokserve.families.mixtures.moe import mixture, shared_mlp, with_mixture
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.rope import NO_ROPE
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.spec import DecoderSpec, dense
+from tokserve.models.decoder import DecoderSpec
+from tokserve.models.spec import dense
 
 
 def granite(hf: Mapping[str, Any]) -> DecoderSpec:

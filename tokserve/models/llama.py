@@ -8,16 +8,9 @@ from typing import Any
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import NO_ROPE
 from tokserve.models.config_reader import ConfigReader
+from tokserve.models.decoder import DecoderSpec
 from tokserve.models.rope_config import rope, rope_values
-from tokserve.models.spec import (
-    HEADLESS,
-    DecoderSpec,
-    dense,
-    head_size,
-    layer_windows,
-    window_if_used,
-    window_size,
-)
+from tokserve.models.spec import HEADLESS, dense, head_size, layer_windows, window_if_used, window_size
 
 EXAONE = (
     ("transformer.wte.", "model.embed_tokens."), ("transformer.h.", "model.layers."),

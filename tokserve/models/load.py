@@ -14,19 +14,16 @@ from typing import Any
 import torch
 
 from tokserve.base.errors import StartError
-from tokserve.families.mixtures.experts import MixtureSpec
 from tokserve.families.quantization import kv_scales
 from tokserve.families.quantization.formats.pick import quantization_of
 from tokserve.families.quantization.quant import METHODS, UNQUANTIZED, WNA16, QuantMethod
 from tokserve.families.quantization.quantized import GROUP, Int4, Wna16
-from tokserve.features.pooling.encoder_model import make_model
 from tokserve.features.weights.provenance import EMBEDDING, HEAD
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import ALONE, WHOLE, Group, Stage
 from tokserve.models import dummy, weights
-from tokserve.models.decoder import Decoder, rope_tables
+from tokserve.models.decoder import Decoder, DecoderSpec, rope_tables
 from tokserve.models.registry import decoder_spec
-from tokserve.models.spec import DecoderSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -107,17 +104,15 @@ def _with_head(
 def _as_stored(spec: DecoderSpec, entries: Mapping[str, weights.Entry]) -> DecoderSpec:
     """The spec with tensors of all experts as this checkpoint has them: released ones are transposed, and transformers
     saves a model that it has not read from one of these as it computes with it."""
-    straight = set()
-    for number, mlp in spec.mixtures.items():
-        names = (f"model.layers.{number}.mlp.{mlp.experts_name}.{name}" for name in ("gate_up_proj", "down_proj"))
-        shapes = tuple(entries[name].shape if name in entries else () for name in names)
-        if shapes == ((mlp.experts, 2 * mlp.inner, spec.hidden), (mlp.experts, spec.hidden, mlp.inner)):
-            straight.add(number)
+    shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in spec.blocks]  # by names within the feed-forward layer
+    prefixes = {f"model.layers.{number}.{block.mlp_name}": number for number, block in enumerate(spec.blocks)}
+    for name, entry in entries.items():
+        parts = name.split(".")
+        if (number := prefixes.get(".".join(parts[:4]))) is not None:
+            shapes[number][".".join(parts[4:])] = entry.shape
     blocks = (
-        replace(block, mlp=replace(block.mlp, transposed=False))
-        if number in straight and isinstance(block.mlp, MixtureSpec)
-        else block
-        for number, block in enumerate(spec.blocks)
+        replace(block, mlp=block.mlp.as_stored(spec.hidden, stored))
+        for block, stored in zip(spec.blocks, shapes, strict=True)
     )
     return replace(spec, blocks=tuple(blocks))
 
@@ -184,7 +179,7 @@ def build(
     head_type = model_type if head_dtype == "auto" else _dtype(head_dtype)
     options, head = LayerOptions(model_type, quant, group), LayerOptions(head_type, head_quant, group)
     tables = rope_tables(spec, max_model_len or spec.max_position)
-    return make_model(spec, options, head, tables, float8_cache=float8_cache, stage=stage)
+    return spec.build(options, head, tables, float8_cache=float8_cache, stage=stage)
 
 
 def quant_methods(

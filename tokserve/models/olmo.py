@@ -7,9 +7,11 @@ from typing import Any
 
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import RopeSpec
+from tokserve.models.block import AFTER
 from tokserve.models.config_reader import ConfigReader
+from tokserve.models.decoder import DecoderSpec
 from tokserve.models.rope_config import ropes_with_windows
-from tokserve.models.spec import AFTER, DecoderSpec, dense, head_size, layer_windows, window_size
+from tokserve.models.spec import dense, head_size, layer_windows, window_size
 
 MAX_POSITION = 2048
 THETA = 500000.0  # of OLMo 3, where the config gives none

@@ -20,8 +20,9 @@ from tokserve.features.pooling.classifier import (
     causal_name,
     head_spec,
 )
+from tokserve.features.pooling.head import DecoderHeadSpec
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.spec import DecoderSpec
+from tokserve.models.decoder import DecoderSpec
 
 ARCHITECTURES = {
     "Cohere2ForCausalLM": "tokserve.models.cohere:cohere2",
@@ -154,4 +155,4 @@ def _classifier(spec: DecoderSpec, hf: Mapping[str, Any]) -> DecoderSpec:
     """The same with the head of a classifier.  With a weight of its own there is no head for tokens in the checkpoint:
     tied to the embedding, it needs no memory."""
     head = head_spec(hf)
-    return replace(spec, classifier=head, tied=spec.tied or not head.tokens)
+    return replace(spec, classifier=DecoderHeadSpec(head), tied=spec.tied or not head.tokens)

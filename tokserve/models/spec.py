@@ -8,24 +8,19 @@ arithmetic in a way not built here is refused, because ignoring it would give ot
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from tokserve.base.errors import StartError
-from tokserve.families.latent.layers import LatentAttentionSpec
-from tokserve.families.mixtures.experts import MixtureSpec
 from tokserve.families.quantization.formats import pick
-from tokserve.families.quantization.formats.base import DENSE, CheckpointFormat
-from tokserve.families.recurrent.layers import GatedDeltaSpec, ShortConvSpec
-from tokserve.features.images.siglip import SiglipSpec
-from tokserve.features.images.tower_layers import VisionSpec
-from tokserve.features.pooling.classifier import HeadSpec
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.linear import Activation
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import RopeSpec
+from tokserve.models.block import BlockSpec
 from tokserve.models.config_reader import ConfigReader
+from tokserve.models.decoder import DecoderSpec, Renames
 from tokserve.models.rope_config import rope
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -33,86 +28,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
     "gelu": "gelu", "relu": "relu", "relu2": "relu2",
 }  # fmt: skip
-Renames = tuple[tuple[str, str], ...]
 # Checkpoints saved from the model without its head lack the prefix.
 HEADLESS: Renames = (("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."), ("norm.", "model.norm."))
-
-
-@dataclass(frozen=True, slots=True)
-class BlockNorms:
-    """Where a block has norms: their names in a checkpoint, "" for none."""
-
-    before_attention: str = "input_layernorm"
-    after_attention: str = ""
-    before_mlp: str = "post_attention_layernorm"
-    after_mlp: str = ""
-
-
-BEFORE = BlockNorms()
-AROUND = BlockNorms(  # Gemma's
-    after_attention="post_attention_layernorm",
-    before_mlp="pre_feedforward_layernorm",
-    after_mlp="post_feedforward_layernorm",
-)
-AFTER = BlockNorms("", "post_attention_layernorm", "", "post_feedforward_layernorm")  # OLMo's
-SINGLE = BlockNorms(before_mlp="")  # of parallel blocks
-
-
-@dataclass(frozen=True, slots=True)
-class BlockSpec:
-    """One layer.  `norm` is at the places that `norms` says.
-
-    `parallel`: the MLP is given what attention is given, and both are added to the residual stream.
-    `attention` may be a layer with a recurrent state in its place.  `residual_multiplier`: of what is added to the
-    stream.  `mlp_name`, `attention_name`: of their modules in a checkpoint.
-    """
-
-    attention: AttentionSpec | LatentAttentionSpec | GatedDeltaSpec | ShortConvSpec
-    mlp: MLPSpec | MixtureSpec
-    norm: NormSpec
-    norms: BlockNorms = BEFORE
-    parallel: bool = False
-    residual_multiplier: float = 1.0
-    mlp_name: str = "mlp"
-    attention_name: str = "self_attn"
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderSpec:
-    """Embedding, blocks, final norm and head.  `tied`: the head's weight is the embedding's.
-
-    `embedding_multiplier`: of the embeddings, in the model's dtype.  `logits_multiplier`: of the logits, and
-    `logits_softcap` > 0: a logit x becomes softcap * tanh(x / softcap) after that.
-    `renames`: (prefix in the checkpoint, prefix here), applied to names that start with the first; a pair whose first
-    begins with a dot is replaced anywhere in the name, and a tensor whose prefix becomes "" is not used.
-    `format`: how the checkpoint stores weights.  `norm_name`: of the final norm's module in a checkpoint.
-    `classifier`: the head of a model that classifies.  `vision`: the tower of a model that reads images.
-    """
-
-    vocab: int
-    hidden: int
-    max_position: int
-    blocks: tuple[BlockSpec, ...]
-    norm: NormSpec
-    tied: bool
-    renames: Renames
-    embedding_multiplier: float = 1.0
-    format: CheckpointFormat = DENSE
-    logits_multiplier: float = 1.0
-    logits_softcap: float = 0.0
-    norm_name: str = "norm"
-    classifier: HeadSpec | None = None
-    vision: VisionSpec | SiglipSpec | None = None
-
-    @property
-    def ropes(self) -> tuple[RopeSpec, ...]:
-        """The different ones, in the order of the blocks."""
-        return tuple(dict.fromkeys(block.attention.rope for block in self.blocks))
-
-    @property
-    def mixtures(self) -> dict[int, MixtureSpec]:
-        """The blocks that have experts, by number."""
-        return {number: block.mlp for number, block in enumerate(self.blocks) if isinstance(block.mlp, MixtureSpec)}
 
 
 def decoder(

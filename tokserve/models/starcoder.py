@@ -7,7 +7,8 @@ from typing import Any
 
 from tokserve.layers.norm import NormSpec
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.spec import DecoderSpec, dense, window_size
+from tokserve.models.decoder import DecoderSpec
+from tokserve.models.spec import dense, window_size
 
 
 def starcoder2(hf: Mapping[str, Any]) -> DecoderSpec:

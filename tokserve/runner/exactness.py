@@ -13,19 +13,16 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.families.latent.layers import LatentAttention
 from tokserve.families.quantization.quant import gated
 from tokserve.features.lora.layer import LoraSlots, LowRank
-from tokserve.layers.attention import Attention
 from tokserve.layers.batch import Pages
 from tokserve.layers.linear import FUSED, GatedLinear, Linear
+from tokserve.layers.protocols import AttentionProbe, random_rows
 from tokserve.models.decoder import Decoder
 
 SIZES = (1, 2, 3, 8, 16, 33, 64, 65, 100, 128, 129, 200)  # rows; every tile shape is used
 MOST = 300
 PROMPT, CHUNK = 300, 45  # tokens attention is asked with: more than it takes together, and no multiple of anything
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of queries by number, tables, query_start and seq_lens
-Layer = Attention | LatentAttention
 Product = Callable[[Tensor, Tensor], Tensor]  # of rows [n, inputs], and the adapter [n] int32 of each
 
 
@@ -62,14 +59,14 @@ def _gates_alike(linear: Linear) -> bool:
     """Whether a gate fused with its product has the bits of both by themselves, as of rows with an adapter."""
     if not isinstance(linear, GatedLinear) or linear.activation not in FUSED:
         return True
-    rows = _random(0, MOST, linear.inputs).to(ops.torch_device, linear.dtype)
+    rows = random_rows(0, MOST, linear.inputs).to(ops.torch_device, linear.dtype)
     both = linear.quant.gated_linear(rows, linear.packed, linear.bias, None)
     return torch.equal(linear(rows), gated(both, linear.activation))
 
 
 def is_batch_invariant(product: Product, inputs: int, dtype: torch.dtype) -> bool:
     """Whether a row has the same bits for all these numbers of rows, first or last among them."""
-    rows = _random(0, MOST, inputs).to(ops.torch_device, dtype)
+    rows = random_rows(0, MOST, inputs).to(ops.torch_device, dtype)
     adapters = (torch.arange(1, MOST + 1, device=ops.torch_device) % 3 - 1).int()
     whole = product(rows, adapters)
     same = [
@@ -83,53 +80,18 @@ def is_batch_invariant(product: Product, inputs: int, dtype: torch.dtype) -> boo
 def unequal_attention(model: Decoder, pages: Pages) -> list[str]:
     """Descriptions of the kinds of attention layers whose decode steps, chunks and whole prompts differ in bits.
     `pages` are the layers' tensors, of which only shapes and types count.  Layers with states are not asked."""
-    kinds: dict[tuple[Any, ...], tuple[str, Layer, Tensor]] = {}
+    kinds: dict[tuple[Any, ...], tuple[AttentionProbe, Tensor]] = {}
     for block, (cache, *_) in zip(model.blocks, pages, strict=False):
-        layer = block.attention
-        if isinstance(layer, Attention):
-            kind: tuple[Any, ...] = (layer.kv_heads, layer.dim, layer.window, layer.softcap, layer.sinks is None)
-            name = f"attention of {layer.heads} heads of {layer.dim}"
-            name += f" over {layer.window} tokens" if layer.window else ""
-            kinds.setdefault((layer.heads, *kind), (name, layer, cache))
-        elif isinstance(layer, LatentAttention):
-            name = f"latent attention of {layer.heads} heads"
-            kinds.setdefault((layer.heads,), (name, layer, cache))
-    return [name for name, layer, cache in kinds.values() if not attends_alike(layer, cache)]
+        if (probe := block.attention.probe()) is not None:
+            kinds.setdefault(probe.kind, (probe, cache))
+    return [probe.name for probe, cache in kinds.values() if not attends_alike(probe, cache)]
 
 
-def _attention(layer: Attention, cache: Tensor) -> Attend:
-    pages = -(-PROMPT // cache.shape[2])
-    k, v = (_random(seed, pages, *cache.shape[1:]).to(cache.device, layer.dtype).to(cache.dtype) for seed in (1, 2))
-    q = _random(3, PROMPT, layer.heads, layer.dim).to(cache.device, layer.dtype)
-
-    def attend(rows: Tensor, tables: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-        return ops.paged_attention(
-            q[rows], k, v, tables, starts, ends, layer.scale * layer.k_scale, layer.window, layer.v_scale,
-            layer.softcap, layer.sinks,
-        )  # fmt: skip
-
-    return attend
-
-
-def _latent_attention(layer: LatentAttention, cache: Tensor) -> Attend:
-    latent, rotated = layer.spec.latent, layer.spec.rope.dim
-    kept = _random(1, -(-PROMPT // cache.shape[1]), *cache.shape[1:]).to(cache.device, cache.dtype)
-    q, q_rope = (
-        _random(seed, PROMPT, layer.heads, width).to(cache.device, layer.dtype)
-        for seed, width in ((2, latent), (3, rotated))
-    )
-
-    def attend(rows: Tensor, tables: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-        return ops.latent_attention(q[rows], q_rope[rows], kept, tables, starts, ends, layer.spec.scale)
-
-    return attend
-
-
-def attends_alike(layer: Layer, cache: Tensor) -> bool:
+def attends_alike(probe: AttentionProbe, cache: Tensor) -> bool:
     """Whether queries have the same bits in a step, in a chunk and in the whole prompt, another row beside them.
     `cache`: the layer's first tensor, of which only shape and type count."""
     page, device = cache.shape[-2], cache.device
-    attention = _latent_attention(layer, cache) if isinstance(layer, LatentAttention) else _attention(layer, cache)
+    attention = probe.attend(cache, PROMPT)
 
     def attend(*spans: tuple[int, int]) -> Tensor:
         counts = torch.tensor([0, *(end - start for start, end in spans)], device=device)
@@ -155,7 +117,10 @@ def _adapted(like: LoraSlots) -> Product:
     slots = LoraSlots(like.inputs, like.shards, 2, like.rank, like.dtype)
     for slot in range(2):
         for shard, outputs in like.shards.items():
-            down, up = _random(slot, like.rank, like.inputs) / like.inputs**0.5, _random(slot + 2, outputs, like.rank)
+            down, up = (
+                random_rows(slot, like.rank, like.inputs) / like.inputs**0.5,
+                random_rows(slot + 2, outputs, like.rank),
+            )
             slots.place(slot, shard, LowRank(down, up, 1.0))
 
     def product(rows: Tensor, adapters: Tensor) -> Tensor:
@@ -164,7 +129,3 @@ def _adapted(like: LoraSlots) -> Product:
         return out
 
     return product
-
-
-def _random(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

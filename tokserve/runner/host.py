@@ -14,8 +14,7 @@ from tokserve.families.recurrent.states import StateTable
 from tokserve.features.images.features import FeatureRows
 from tokserve.features.ranks.ranks import ONE, Ranks
 from tokserve.layers.batch import Pages
-from tokserve.models.decoder import Decoder
-from tokserve.models.spec import DecoderSpec
+from tokserve.models.decoder import Decoder, DecoderSpec
 from tokserve.protocol.kv_spec import LayerSpec
 from tokserve.protocol.plan import Int32, StepPlan
 from tokserve.runner import kvcache

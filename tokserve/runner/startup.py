@@ -19,7 +19,6 @@ from tokserve.base.errors import NotBuiltIn, StartError
 from tokserve.base.memory import gib, give_back
 from tokserve.config import Config, KVStorePlan, ModelConfig, RuntimeConfig
 from tokserve.families.quantization.quant import WNA16
-from tokserve.families.recurrent.layers import GatedDeltaSpec, ShortConvSpec
 from tokserve.features.images.encoder import ImageEncoder
 from tokserve.features.images.vision import KIND, ImageFormat, image_format
 from tokserve.features.kv.kv_copies import KVCopies
@@ -35,6 +34,7 @@ from tokserve.models import load as models
 from tokserve.models.decoder import Decoder
 from tokserve.models.registry import decoder_spec, is_known
 from tokserve.ops.arithmetic import FMA, CpuKernels, choose_kernels
+from tokserve.protocol.kv_spec import StateSpec
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import DRAWN, DeviceFacts, NewRow, StepPlan
 from tokserve.runner import device, kvcache
@@ -245,7 +245,7 @@ def make_backend(
     if any(spec.dtype == kvcache.FLOAT8 for spec in specs):
         target.require_float8("kv_cache_dtype")
     if ranks.stage.count > 1:
-        if any(isinstance(block.attention, GatedDeltaSpec | ShortConvSpec) for block in model.spec.blocks):
+        if any(isinstance(spec, StateSpec) for spec in specs):
             raise StartError("option pipeline_parallel_size: models with recurrent states have one stage")
         if config.model.enable_return_routed_experts:
             raise StartError("option enable_return_routed_experts: needs all layers in one stage")

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from tokserve.base.errors import StartError
 from tokserve.features.weights.provenance import EMBEDDING, HEAD
+from tokserve.models.decoder import DecoderSpec
 from tokserve.models.registry import ARCHITECTURES
-from tokserve.models.spec import DecoderSpec
 from tokserve.protocol.kv_spec import dtype_name
 from tokserve.train.compilation import uncompiled
 from tokserve.train.layers import projections

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from tokserve.features.weights.provenance import HEAD
 from tokserve.models import load
-from tokserve.models.spec import DecoderSpec
+from tokserve.models.decoder import DecoderSpec
 from tokserve.ops.arithmetic import FMA
 from tokserve.train import scores, scoring, tree
 from tokserve.train.batch import PackedBatch

@@ -16,9 +16,10 @@ from tokserve.families.recurrent.layers import GatedDeltaSpec, ShortConvSpec
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
+from tokserve.models.block import BlockSpec
 from tokserve.models.config_reader import ConfigReader
+from tokserve.models.decoder import DecoderSpec
 from tokserve.models.registry import decoder_spec
-from tokserve.models.spec import BlockSpec, DecoderSpec
 
 KNOWN: dict[type, set[str]] = {
     DecoderSpec: {

@@ -30,16 +30,14 @@ from tokserve.families.hf.modules import (
     Projection,
     attend,
 )
-from tokserve.families.mixtures.experts import StackedParameter
 from tokserve.features.weights.provenance import Provenance
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.linear import Linear
 from tokserve.layers.norm import LayerNorm, NormSpec
 from tokserve.layers.options import LayerOptions
-from tokserve.layers.parameter import Parameter, owned_copy
+from tokserve.layers.parameter import Parameter, StackedParameter, owned_copy
 from tokserve.models import weights
-from tokserve.models.decoder import Decoder
-from tokserve.models.spec import DecoderSpec
+from tokserve.models.decoder import Decoder, DecoderSpec
 from tokserve.protocol.kv_spec import KVSpec, dtype_name
 
 INTERFACE = "tokserve_paged"

@@ -10,9 +10,11 @@ from tokserve.families.mixtures.experts import MixtureSpec, RouterSpec
 from tokserve.families.mixtures.moe import grouped_router, routed_and_shared
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import yarn_scale
+from tokserve.models.block import BlockSpec
 from tokserve.models.config_reader import ConfigReader
+from tokserve.models.decoder import DecoderSpec
 from tokserve.models.rope_config import rope, rope_values
-from tokserve.models.spec import HEADLESS, BlockSpec, DecoderSpec, decoder, mlp, no_extra_layers
+from tokserve.models.spec import HEADLESS, decoder, mlp, no_extra_layers
 
 SIZES = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512, "q_lora_rank": 1536}
 

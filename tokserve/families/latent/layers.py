@@ -17,6 +17,7 @@ from tokserve.layers.linear import Linear
 from tokserve.layers.norm import NormSpec, RMSNorm
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter, under
+from tokserve.layers.protocols import Attend, AttentionProbe, random_rows
 from tokserve.layers.rope import RopeSpec
 from tokserve.protocol.kv_spec import KVSpec, dtype_name
 
@@ -39,6 +40,10 @@ class LatentAttentionSpec:
     rope: RopeSpec
     norm: NormSpec
     bias: bool = False
+
+    def layer(self, hidden: int, options: LayerOptions) -> LatentAttention:
+        """The layer without weights."""
+        return LatentAttention(hidden, self, options)
 
 
 class LatentAttention:
@@ -101,6 +106,23 @@ class LatentAttention:
     def row_elements(self) -> int:
         """Elements of a token's queries and outputs that are no linear layer's."""
         return self.heads * (2 * self.spec.latent + self.spec.rope.dim + self.spec.value_dim)
+
+    def probe(self) -> AttentionProbe:
+        """Attention with random queries and cached rows."""
+        return AttentionProbe(("latent", self.heads), f"latent attention of {self.heads} heads", self._probe)
+
+    def _probe(self, cache: Tensor, tokens: int) -> Attend:
+        latent, rotated = self.spec.latent, self.spec.rope.dim
+        kept = random_rows(1, -(-tokens // cache.shape[1]), *cache.shape[1:]).to(cache.device, cache.dtype)
+        q, q_rope = (
+            random_rows(seed, tokens, self.heads, width).to(cache.device, self.dtype)
+            for seed, width in ((2, latent), (3, rotated))
+        )
+
+        def attend(rows: Tensor, tables: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+            return ops.latent_attention(q[rows], q_rope[rows], kept, tables, starts, ends, self.spec.scale)
+
+        return attend
 
     def scale_cache(self, k_scale: float, v_scale: float) -> None:
         """A latent cache is never float8, so there are no scales."""

@@ -6,8 +6,8 @@ all.  What is computed for a token depends on that token alone (docs/mixtures.md
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Protocol
 
@@ -22,7 +22,7 @@ from tokserve.layers.linear import Linear
 from tokserve.layers.mlp import GatedMLP, MLPSpec
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import Span
-from tokserve.layers.parameter import Parameter, StoredWeight, as_dense, owned_copy, part_of, under
+from tokserve.layers.parameter import Parameter, StackedParameter, StoredWeight, as_dense, owned_copy, part_of, under
 
 ExpertActivation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
@@ -74,6 +74,21 @@ class MixtureSpec:
     experts_name: str = "experts"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
+    @property
+    def has_experts(self) -> bool:
+        return True
+
+    def layer(self, hidden: int, options: LayerOptions) -> Mixture:
+        """The layer without weights."""
+        return Mixture(hidden, self, options)
+
+    def as_stored(self, hidden: int, shapes: Mapping[str, tuple[int, ...]]) -> MixtureSpec:
+        """Released checkpoints store tensors of all experts transposed; transformers saves a model that it has not read
+        from one of these as it computes with it."""
+        stored = tuple(shapes.get(f"{self.experts_name}.{name}", ()) for name in ("gate_up_proj", "down_proj"))
+        straight = stored == ((self.experts, 2 * self.inner, hidden), (self.experts, hidden, self.inner))
+        return replace(self, transposed=False) if straight else self
+
 
 class StoredExperts(StoredWeight, Protocol):
     """The weights of all experts, stored as one that is not a tensor of floats.  `interleaved`: rows of gate and up
@@ -84,20 +99,6 @@ class StoredExperts(StoredWeight, Protocol):
 
     def expert(self, index: int) -> Tensor | StoredWeight:
         """An expert's weight [N,K]."""
-
-
-@dataclass(frozen=True, slots=True)
-class StackedParameter:
-    """A tensor that holds what the parameters `covers` hold, of all experts: a checkpoint has it or them."""
-
-    parameter: Parameter
-    covers: tuple[str, ...]
-
-    def parts(self, whole: Tensor) -> dict[str, Tensor]:
-        """Views of such a tensor, which is not transposed, by the names that it covers."""
-        shards = len(self.covers) // len(whole)  # of an expert
-        views = [view for expert in whole.unbind() for view in expert.chunk(shards)]
-        return dict(zip(self.covers, views, strict=True))
 
 
 class Experts:

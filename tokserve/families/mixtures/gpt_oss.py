@@ -11,7 +11,8 @@ from typing import Any
 
 from tokserve.families.mixtures.experts import MixtureSpec, RouterSpec
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.spec import DecoderSpec, dense, layer_windows, window_size
+from tokserve.models.decoder import DecoderSpec
+from tokserve.models.spec import dense, layer_windows, window_size
 from tokserve.ops.mixture import CLAMPED_LIMIT, CLAMPED_SLOPE
 
 DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "sliding_window": 128}

@@ -9,9 +9,9 @@ from typing import Any
 from tokserve.families.mixtures.experts import MixtureSpec, RouterSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.models.config_reader import ConfigReader
+from tokserve.models.decoder import DecoderSpec
 from tokserve.models.spec import (
     HEADLESS,
-    DecoderSpec,
     activation,
     dense,
     layer_windows,

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve.base.errors import StartError
-from tokserve.models.spec import DecoderSpec
+from tokserve.families.mixtures.experts import MixtureSpec
+from tokserve.models.decoder import DecoderSpec
 from tokserve.protocol.kv_spec import KVLayout
 from tokserve.protocol.plan import StepPlan
 from tokserve.runner.slots import Slots
@@ -23,7 +24,7 @@ class RoutedTable:
     """`layout`: of the KV cache.  Raises StartError for a model without experts."""
 
     def __init__(self, spec: DecoderSpec, layout: KVLayout) -> None:
-        mixtures = spec.mixtures
+        mixtures = {number: one.mlp for number, one in enumerate(spec.blocks) if isinstance(one.mlp, MixtureSpec)}
         if not mixtures:
             raise StartError("option enable_return_routed_experts: the model has no experts")
         self._layers = np.array(list(mixtures))  # numbers of the layers with experts

@@ -12,20 +12,11 @@ from tokserve.families.recurrent.layers import GatedDeltaSpec, ShortConvSpec
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
+from tokserve.models.block import BlockNorms, BlockSpec
 from tokserve.models.config_reader import ConfigReader
+from tokserve.models.decoder import DecoderSpec, Renames
 from tokserve.models.rope_config import rope
-from tokserve.models.spec import (
-    HEADLESS,
-    BlockNorms,
-    BlockSpec,
-    DecoderSpec,
-    Renames,
-    attention,
-    decoder,
-    head_size,
-    layer_kinds,
-    mlp,
-)
+from tokserve.models.spec import HEADLESS, attention, decoder, head_size, layer_kinds, mlp
 
 LFM2 = {"num_key_value_heads": 8, "norm_eps": 1e-5, "tie_word_embeddings": True}  # where the config does not say
 LFM2_NORMS = BlockNorms("operator_norm", "", "ffn_norm", "")

@@ -6,7 +6,7 @@ convolution's last inputs.  The batch says which row belongs to which request, a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from tokserve.base.errors import StartError
 from tokserve.layers.batch import ForwardBatch, LogitsRows
 from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
+from tokserve.layers.parallel import ALONE
 from tokserve.layers.parameter import Parameter, owned_copy
 from tokserve.layers.places import TransposedPlace, VectorPlace
 from tokserve.layers.rope import NO_ROPE, RopeSpec
@@ -41,6 +42,10 @@ class GatedDeltaSpec:
     rate_names: tuple[tuple[str, int], ...]
     rope: RopeSpec = NO_ROPE
 
+    def layer(self, hidden: int, options: LayerOptions) -> GatedDelta:
+        """The layer without weights; every rank has it whole."""
+        return GatedDelta(hidden, self, replace(options, group=ALONE))
+
 
 @dataclass(frozen=True, slots=True)
 class ShortConvSpec:
@@ -49,6 +54,10 @@ class ShortConvSpec:
     taps: int
     bias: bool
     rope: RopeSpec = NO_ROPE
+
+    def layer(self, hidden: int, options: LayerOptions) -> ShortConv:
+        """The layer without weights; every rank has it whole."""
+        return ShortConv(hidden, self, replace(options, group=ALONE))
 
 
 class Convolution:
@@ -84,6 +93,9 @@ class Recurrent:
 
     k_scale = v_scale = 1.0
     out: Linear
+
+    def probe(self) -> None:
+        """There is no attention to check."""
 
     def scale_cache(self, k_scale: float, v_scale: float) -> None:
         """There is no cache to scale."""

@@ -12,7 +12,8 @@ from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
 from tokserve.models import gemma
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.spec import DecoderSpec, Renames, activation
+from tokserve.models.decoder import DecoderSpec, Renames
+from tokserve.models.spec import activation
 
 # The tower's names with and without the prefix of the whole model, and with that of its module in older checkpoints.
 TOWERS = (

@@ -5,6 +5,8 @@ Images are computed one at a time, so that an image's bits do not depend on othe
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -17,11 +19,42 @@ from tokserve.features.images.tower_layers import (
     RunAttention,
     Runs,
     VisionBlock,
-    VisionSpec,
     angles,
 )
+from tokserve.layers.mlp import MLPSpec
+from tokserve.layers.norm import NormSpec
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter, under
+
+
+@dataclass(frozen=True, slots=True)
+class VisionSpec:
+    """A tower.  `patch`: shape of a patch's pixels (channels, time, height, width).
+
+    `window`: side in squares of the windows that attention sees, except in the layers `whole`; 0: it sees the image.
+    `side`: of the square table of learned positions, resampled to the image's grid; 0: there is none.
+    `taps`: layers after which a merger of its own makes embeddings for the first layers of the text model, one each.
+    `name`: of the tower in a checkpoint.
+    """
+
+    patch: tuple[int, int, int, int]
+    hidden: int
+    layers: int
+    heads: int
+    mlp: MLPSpec
+    norm: NormSpec
+    merger: MergerSpec
+    patch_bias: bool = False
+    window: int = 0
+    whole: tuple[int, ...] = ()
+    side: int = 0
+    taps: tuple[int, ...] = ()
+    theta: float = 10000.0
+    name: str = "model.visual"
+
+    def tower(self, options: LayerOptions) -> Tower:
+        """The tower without weights."""
+        return Tower(self, options)
 
 
 class Tower:

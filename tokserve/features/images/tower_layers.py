@@ -39,32 +39,6 @@ class MergerSpec:
     norm_joined: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class VisionSpec:
-    """A tower.  `patch`: shape of a patch's pixels (channels, time, height, width).
-
-    `window`: side in squares of the windows that attention sees, except in the layers `whole`; 0: it sees the image.
-    `side`: of the square table of learned positions, resampled to the image's grid; 0: there is none.
-    `taps`: layers after which a merger of its own makes embeddings for the first layers of the text model, one each.
-    `name`: of the tower in a checkpoint.
-    """
-
-    patch: tuple[int, int, int, int]
-    hidden: int
-    layers: int
-    heads: int
-    mlp: MLPSpec
-    norm: NormSpec
-    merger: MergerSpec
-    patch_bias: bool = False
-    window: int = 0
-    whole: tuple[int, ...] = ()
-    side: int = 0
-    taps: tuple[int, ...] = ()
-    theta: float = 10000.0
-    name: str = "model.visual"
-
-
 class BlockNames(NamedTuple):
     """Names of a layer's modules in a checkpoint; `qkv`: one for all of queries, keys and values, or one for each."""
 

@@ -9,13 +9,16 @@ from typing import Any
 from tokserve.families.mixtures import moe
 from tokserve.families.mixtures.experts import MixtureSpec
 from tokserve.families.recurrent import hybrid
-from tokserve.features.images.tower_layers import MergerSpec, VisionSpec
+from tokserve.features.images.tower import VisionSpec
+from tokserve.features.images.tower_layers import MergerSpec
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
 from tokserve.models import llama
+from tokserve.models.block import BlockSpec
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.spec import BlockSpec, DecoderSpec, Renames, activation
+from tokserve.models.decoder import DecoderSpec, Renames
+from tokserve.models.spec import activation
 
 # The tower's names, and those of the text model, in checkpoints of before and since transformers 4.52.
 NAMES: Renames = (

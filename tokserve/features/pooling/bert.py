@@ -13,9 +13,11 @@ from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import NO_ROPE, RopeSpec
+from tokserve.models.block import BlockNorms, BlockSpec
 from tokserve.models.config_reader import ConfigReader
+from tokserve.models.decoder import Renames
 from tokserve.models.rope_config import rope_by_type
-from tokserve.models.spec import BlockNorms, BlockSpec, Renames, activation, head_size, refuse_unsupported
+from tokserve.models.spec import activation, head_size, refuse_unsupported
 
 OLDER = ((".LayerNorm.gamma", ".LayerNorm.weight"), (".LayerNorm.beta", ".LayerNorm.bias"))
 PARTS = (  # of BERT's checkpoints, behind a prefix that differs
@@ -68,8 +70,7 @@ def _bert(hf: Mapping[str, Any], base: str, head: EncoderHeadSpec | None) -> Enc
         blocks=(block,) * fields.integer("num_hidden_layers"), norm=norm, tied=True, norm_name="",
         renames=_renames(base, PARTS, unused) + OLDER,
         post_norm=True, embedding_norm=norm, embedding_norm_name="LayerNorm", positions=positions,
-        first_position=first, types=fields.integer("type_vocab_size", 2, minimum=0), classifier_head=head,
-        classifier=None if head is None else classifier.head_spec(hf),
+        first_position=first, types=fields.integer("type_vocab_size", 2, minimum=0), classifier=head,
     )  # fmt: skip
 
 
@@ -96,7 +97,7 @@ def modern_bert(hf: Mapping[str, Any]) -> EncoderSpec:
     return EncoderSpec(
         vocab=fields.integer("vocab_size"), hidden=fields.integer("hidden_size"), max_position=positions,
         blocks=blocks, norm=norm, tied=True, norm_name="final_norm", renames=_renames("model", MODERN_PARTS, unused),
-        embedding_norm=norm, classifier_head=head, classifier=None if head is None else classifier.head_spec(hf),
+        embedding_norm=norm, classifier=head,
     )  # fmt: skip
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.base.errors import StartError
-from tokserve.features.pooling.head import EncoderHead, EncoderHeadSpec
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.embedding import Table
@@ -21,8 +20,7 @@ from tokserve.layers.norm import NoNorm, NormSpec, make_norm
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import WHOLE, Stage
 from tokserve.layers.parameter import Parameter, under
-from tokserve.models.decoder import Decoder
-from tokserve.models.spec import DecoderSpec
+from tokserve.models.decoder import Decoder, DecoderSpec
 from tokserve.protocol.kv_spec import KVSpec, LayerSpec, dtype_name
 
 
@@ -33,7 +31,7 @@ class EncoderSpec(DecoderSpec):
 
     `embedding_norm`: of the embeddings, `embedding_norm_name`.  `positions`: rows of the table of learned positions,
     of which a prompt's first token has row `first_position`; 0: there is none.  `types`: rows of the table of token
-    types, 0 for none.  `classifier_head`: what makes logits of labels.
+    types, 0 for none.
     """
 
     post_norm: bool = False
@@ -42,7 +40,22 @@ class EncoderSpec(DecoderSpec):
     positions: int = 0
     first_position: int = 0
     types: int = 0
-    classifier_head: EncoderHeadSpec | None = None
+
+    def build(
+        self,
+        options: LayerOptions,
+        head: LayerOptions,
+        tables: list[Tensor],
+        *,
+        float8_cache: bool = False,
+        stage: Stage = WHOLE,
+    ) -> Encoder:
+        """The model without weights; arguments as `Decoder` takes them.  Raises StartError."""
+        if options.group.size > 1 or stage.count > 1:
+            raise StartError(
+                "option tensor_parallel_size or pipeline_parallel_size: a model that reads both ways is not divided"
+            )
+        return Encoder(self, options, head, tables, float8_cache=float8_cache)
 
 
 class Encoder(Decoder):
@@ -57,7 +70,6 @@ class Encoder(Decoder):
         if float8_cache:
             raise StartError("option kv_cache_dtype: a model that reads both ways has no KV cache")
         super().__init__(spec, options, head, tables, has_tower=False)
-        plain = LayerOptions(options.dtype)
         if spec.post_norm:
             self.norm = NoNorm()
             self._layers = self._chain()
@@ -65,8 +77,6 @@ class Encoder(Decoder):
         self.embedding_norm = NoNorm() if norm is None else make_norm(spec.hidden, norm, self.dtype)
         self.positions = Table(spec.positions, spec.hidden, self.dtype) if spec.positions else None
         self.types = Table(spec.types, spec.hidden, self.dtype) if spec.types else None
-        head_spec = spec.classifier_head
-        self.classifier = None if head_spec is None else EncoderHead(head_spec, spec.hidden, plain)
 
     def blank(self) -> Encoder:
         return Encoder(self.spec, self.options, self.head.options, self.rope_tables)
@@ -121,17 +131,3 @@ class Encoder(Decoder):
 
 def _all(seq_lens: Tensor) -> Tensor:  # [R] bool
     return torch.ones(len(seq_lens), dtype=torch.bool, device=ops.torch_device)
-
-
-def make_model(
-    spec: DecoderSpec, options: LayerOptions, head: LayerOptions, tables: list[Tensor], *, float8_cache: bool = False,
-    stage: Stage = WHOLE,
-) -> Decoder:  # fmt: skip
-    """The model that the spec describes, without weights.  Raises StartError."""
-    if isinstance(spec, EncoderSpec):
-        if options.group.size > 1 or stage.count > 1:
-            raise StartError(
-                "option tensor_parallel_size or pipeline_parallel_size: a model that reads both ways is not divided"
-            )
-        return Encoder(spec, options, head, tables, float8_cache=float8_cache)
-    return Decoder(spec, options, head, tables, float8_cache=float8_cache, stage=stage)

@@ -9,14 +9,29 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
+from tokserve.base.errors import StartError
 from tokserve.features.pooling.classifier import HeadSpec
 from tokserve.layers.embedding import Head
 from tokserve.layers.linear import Activation, Linear
 from tokserve.layers.norm import NoNorm, NormSpec, make_norm
 from tokserve.layers.options import LayerOptions
+from tokserve.layers.parallel import OPTION
 from tokserve.layers.parameter import Parameter, under
 
 NAME = "score"
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderHeadSpec:
+    """The head that config.json gives a decoder."""
+
+    labels: HeadSpec
+
+    def layer(self, hidden: int, options: LayerOptions, head: Head) -> Classifier:
+        """The head without weights.  Raises StartError."""
+        if self.labels.tokens and options.group.size > 1:
+            raise StartError(f"{OPTION}: a classifier whose labels are rows of the head runs on one rank")
+        return Classifier(self.labels, hidden, head)
 
 
 class Classifier:
@@ -51,6 +66,10 @@ class EncoderHeadSpec:
     norm: NormSpec | None = None
     norm_name: str = ""
     out: str = "classifier"
+
+    def layer(self, hidden: int, options: LayerOptions, head: Head) -> EncoderHead:
+        """The head without weights, in the model's dtype."""
+        return EncoderHead(self, hidden, LayerOptions(options.dtype))
 
 
 class EncoderHead:

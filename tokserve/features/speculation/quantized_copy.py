@@ -79,7 +79,7 @@ def _refusal(source: Decoder) -> str | None:
         return f"those of the model are quantized ({source.quantization}) already"
     if source.implementation != "tokserve":
         return f"this model's implementation is {source.implementation}"
-    if source.spec.mixtures:
+    if source.spec.has_experts:
         return "experts are not copied"
     return None
 

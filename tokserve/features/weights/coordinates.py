@@ -53,7 +53,7 @@ class Coordinates:
         self.described = {name: (one.source_dtype, one.shape) for name, one in self._parameters.items()}
         self.tied = {HEAD: EMBEDDING} if decoder.spec.tied else {}
         self.renames = decoder.spec.renames
-        self._has_experts = bool(decoder.spec.mixtures)
+        self._has_experts = decoder.spec.has_experts
         self._quantized = decoder.quantization is not None
 
     def refusal(self) -> str | None:

@@ -13,7 +13,7 @@ from tokserve.layers.attention import Attention
 from tokserve.layers.linear import GatedLinear, Linear
 from tokserve.layers.mlp import GatedMLP
 from tokserve.layers.norm import NoNorm
-from tokserve.models.decoder import DecoderBlock
+from tokserve.models.block import DecoderBlock
 from tokserve.train.adapters import lora_a_name, lora_b_name
 from tokserve.train.batch import PackedBatch
 from tokserve.train.layers import experts, functions, norms
@@ -26,7 +26,7 @@ Masters = Mapping[str, Tensor]
 def kept_bytes(block: DecoderBlock) -> int:
     """What a block keeps of a token for its gradients."""
     attention, mlp = block.attention, block.mlp
-    assert isinstance(attention, Attention)  # others are refused
+    assert isinstance(attention, Attention) and isinstance(mlp, GatedMLP | Mixture)  # others are refused
     hidden, of_experts = attention.qkv.inputs, 0
     if isinstance(mlp, Mixture):
         of_experts = experts.kept_bytes(mlp, hidden)
@@ -81,11 +81,11 @@ class BlockPass:
         else:
             before_mlp = norm_masters(masters, names.before_mlp)
             x, residual = norms.add_norm(mixed, residual, block.mlp_norm, before_mlp, multiplier)
-        x = (
-            self._mixture(x, mlp, block.mlp_name)
-            if isinstance(mlp, Mixture)
-            else self._gated_mlp(x, mlp, block.mlp_name)
-        )
+        if isinstance(mlp, Mixture):
+            x = self._mixture(x, mlp, block.mlp_name)
+        else:
+            assert isinstance(mlp, GatedMLP)  # others are refused
+            x = self._gated_mlp(x, mlp, block.mlp_name)
         x = self._norm(x, block.mlp_post_norm, names.after_mlp)
         return norms.add_residual(x, residual, multiplier)
 

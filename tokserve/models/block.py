@@ -1,0 +1,82 @@
+"""One layer of a decoder: what it consists of, and the layer itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokserve.layers.linear import Linear
+from tokserve.layers.norm import NoNorm, NormSpec, make_norm
+from tokserve.layers.options import LayerOptions
+from tokserve.layers.parameter import Parameter, under
+from tokserve.layers.protocols import FeedForwardSpec, MixerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNorms:
+    """Where a block has norms: their names in a checkpoint, "" for none."""
+
+    before_attention: str = "input_layernorm"
+    after_attention: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str = ""
+
+
+BEFORE = BlockNorms()
+AROUND = BlockNorms(  # Gemma's
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+AFTER = BlockNorms("", "post_attention_layernorm", "", "post_feedforward_layernorm")  # OLMo's
+SINGLE = BlockNorms(before_mlp="")  # of parallel blocks
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpec:
+    """One layer.  `norm` is at the places that `norms` says.
+
+    `parallel`: the MLP is given what attention is given, and both are added to the residual stream.
+    `attention` may be a layer with a recurrent state in its place.  `residual_multiplier`: of what is added to the
+    stream.  `mlp_name`, `attention_name`: of their modules in a checkpoint.
+    """
+
+    attention: MixerSpec
+    mlp: FeedForwardSpec
+    norm: NormSpec
+    norms: BlockNorms = BEFORE
+    parallel: bool = False
+    residual_multiplier: float = 1.0
+    mlp_name: str = "mlp"
+    attention_name: str = "self_attn"
+
+
+class DecoderBlock:
+    """One layer: attention and feed-forward, one after the other or side by side, and norms before or after them."""
+
+    def __init__(self, hidden: int, spec: BlockSpec, options: LayerOptions) -> None:
+        def norm(name: str) -> NoNorm:
+            return make_norm(hidden, spec.norm, options.dtype) if name else NoNorm()
+
+        self.norm_names, self.mlp_name, self.attention_name = spec.norms, spec.mlp_name, spec.attention_name
+        self.parallel, self.residual_multiplier = spec.parallel, spec.residual_multiplier
+        self.attention_norm, self.mlp_norm = norm(spec.norms.before_attention), norm(spec.norms.before_mlp)
+        self.attention_post_norm, self.mlp_post_norm = norm(spec.norms.after_attention), norm(spec.norms.after_mlp)
+        self.attention = spec.attention.layer(hidden, options)
+        self.mlp = spec.mlp.layer(hidden, options)
+
+    def linears(self) -> dict[str, Linear]:
+        """The projections, each after the Hugging Face name of the module that it is in."""
+        return under(self.attention_name, self.attention.linears()) | under(self.mlp_name, self.mlp.linears())
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Under the names of Hugging Face checkpoints."""
+        names = self.norm_names
+        norms = (
+            (names.before_attention, self.attention_norm), (names.after_attention, self.attention_post_norm),
+            (names.before_mlp, self.mlp_norm), (names.after_mlp, self.mlp_post_norm),
+        )  # fmt: skip
+        parameters = under(self.attention_name, self.attention.parameters())
+        parameters |= under(self.mlp_name, self.mlp.parameters())
+        for name, norm in norms:
+            parameters |= under(name, norm.parameters())
+        return parameters
