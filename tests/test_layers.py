@@ -59,6 +59,7 @@ FOREIGN_IN = {"rl/trl_run.py": {"transformers"}}  # of TRL's users, who have it:
 MAX_FILES = 20  # of a folder
 ONE_NAMESPACE = {"rl"}  # whose modules are public names of a distribution of its own
 ARROWS = 132
+ARROWS = 114
 # modules that a package may import from another only in the named files
 ONLY_IN = {
     ("client", "engine"): {"client/launch.py"},

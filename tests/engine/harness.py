@@ -13,8 +13,8 @@ from tests.engine.solo import EOS, Solo, engine_request, solo
 from tests.outputs import Output, unpack
 from tokserve.config import Config
 from tokserve.engine.core import EngineCore
-from tokserve.features.images.vision import ImageFormat
 from tokserve.features.speculation.drafter import Drafter
+from tokserve.protocol.images import ImageFormat
 from tokserve.protocol.kv_spec import StateLayout
 from tokserve.protocol.messages import (
     Abort,

@@ -25,7 +25,7 @@ from tests.engine.scripted_states import States, demand
 from tests.engine.solo import START, VOCAB, chain, draw, logprob_row, logprob_width, prefixes_of, rows_of, vector
 from tokserve.base.errors import RequestError
 from tokserve.config import Config
-from tokserve.features.images.vision import ImageFormat
+from tokserve.protocol.images import ImageFormat
 from tokserve.protocol.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
 from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.protocol.plan import (

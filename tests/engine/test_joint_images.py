@@ -14,7 +14,8 @@ from tests.engine.test_scheduler import prompt, shapes
 from tokserve.base.errors import StartError
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.request import Request
-from tokserve.features.images.vision import Grid, ImageFormat, encode_image
+from tokserve.features.images.vision import encode_image
+from tokserve.protocol.images import Grid, ImageFormat
 from tokserve.protocol.prompt import Feature
 
 SIX = ImageFormat(  # a patch is a pixel; an image has 6 by 6 of them, and 9 tokens

@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from tokserve.families.quantization.quant import METHODS
+from tokserve.families.quantization.methods import METHODS
 from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokserve.families.quantization.quant import METHODS, UNQUANTIZED, QuantMethod
+from tokserve.families.quantization.methods import METHODS
 from tokserve.features.lora.layer import LoraSlots, LowRank
 from tokserve.features.weights.checksums import checksums
 from tokserve.layers.linear import GatedLinear, Linear
 from tokserve.layers.mlp import GatedMLP, MLPSpec
 from tokserve.layers.options import LayerOptions
+from tokserve.layers.quant import UNQUANTIZED, QuantMethod
 
 SHARDS = {"q_proj": 6, "k_proj": 2, "v_proj": 4}
 

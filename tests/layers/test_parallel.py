@@ -12,7 +12,7 @@ from tests.layers.test_attention import DIM, HEADS, HIDDEN, KV_HEADS, ROPE, TABL
 from tokserve import ops
 from tokserve.base.errors import StartError
 from tokserve.families.mixtures.experts import Experts, MixtureSpec, RouterSpec
-from tokserve.families.quantization.quant import FLOAT8, Float8Weight
+from tokserve.families.quantization.methods import FLOAT8, Float8Weight
 from tokserve.layers.attention import Attention, AttentionSpec
 from tokserve.layers.embedding import Head
 from tokserve.layers.linear import GatedLinear, Linear

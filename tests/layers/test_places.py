@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tokserve import ops
-from tokserve.families.quantization.quant import METHODS
+from tokserve.families.quantization.methods import METHODS
 from tokserve.features.weights.checksums import checksums
 from tokserve.layers.embedding import Embedding, Head
 from tokserve.layers.linear import GatedLinear, Linear

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from tokserve import ops
-from tokserve.families.quantization.quant import METHODS, UNQUANTIZED
+from tokserve.families.quantization.methods import METHODS
 from tokserve.families.quantization.quantized import QuantizedWeight, quantize_int4
 from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
+from tokserve.layers.quant import UNQUANTIZED
 
 SHARDS = {"q_proj": 6, "k_proj": 2}
 

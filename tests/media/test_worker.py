@@ -23,7 +23,8 @@ from tokserve.base.errors import RequestError
 from tokserve.config import Config
 from tokserve.features.images.media.images import ImageReader, PreparedImage
 from tokserve.features.images.parts import ImageUrl
-from tokserve.features.images.vision import Grid, decode_image, image_format, image_grid
+from tokserve.features.images.vision import decode_image, image_format, image_grid
+from tokserve.protocol.images import Grid
 
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 8, "temporal_patch_size": 2, "merge_size": 2,

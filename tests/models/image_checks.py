@@ -11,7 +11,8 @@ from tests.models.pictures import Picture, oracle, oracle_logits, prompt_of
 from tests.runner.drive import Driver, Job
 from tokserve import checkpoint
 from tokserve.config import Config
-from tokserve.features.images.vision import ImageFormat, image_format
+from tokserve.features.images.vision import image_format
+from tokserve.protocol.images import ImageFormat
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import DeviceFacts
 from tokserve.runner.runner import Runner

@@ -15,7 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from tests.tiny_models import tiny_gemma_vision_config, tiny_vision_config, write_checkpoint
-from tokserve.features.images.vision import KIND, Grid, ImageFormat, encode_image
+from tokserve.features.images.vision import encode_image
+from tokserve.protocol.images import KIND, Grid, ImageFormat
 from tokserve.protocol.prompt import Feature
 
 

@@ -18,15 +18,16 @@ from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import ops
 from tokserve.base.errors import RequestError
 from tokserve.families.quantization.formats import pick
-from tokserve.families.quantization.formats.base import DENSE, WHOLE, DenseFormat, Described, Part, group
 from tokserve.families.quantization.formats.float8 import Float8Format
-from tokserve.families.quantization.quant import FLOAT8, METHODS, UNQUANTIZED, Float8Weight, Unquantized
+from tokserve.families.quantization.methods import FLOAT8, METHODS, Float8Weight
 from tokserve.features.weights.staging import Staging
 from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import StoredWeight
+from tokserve.layers.quant import UNQUANTIZED, Unquantized
 from tokserve.models import load as loading
 from tokserve.models.decoder import Decoder
+from tokserve.models.formats import DENSE, WHOLE, DenseFormat, Described, Part, group
 
 PACKAGE = Path(loading.__file__).parent.parent
 FP8 = torch.float8_e4m3fn
@@ -228,7 +229,7 @@ def test_a_layer_turns_stored_shards_into_floats_where_one_is_floats() -> None:
 
 
 ALLOWED = {  # files that may name float8 or int8
-    "ops": "kernels", "models/formats": "formats", "families/quantization/quant.py": "methods",
+    "ops": "kernels", "models/formats": "formats", "families/quantization/methods.py": "methods",
     "config": "the option", "resolve.py": "the option", "option_checks.py": "the option",
     "device.py": "what a device can multiply",
     "kv_spec.py": "the cache's dtype", "runner/kvcache.py": "the cache's dtype",

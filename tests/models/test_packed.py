@@ -19,9 +19,9 @@ from tests.models.test_load import IDS, opened, rewrite, stored
 from tests.models.test_parity import OF_STATES
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import RequestError, StartError
-from tokserve.families.quantization.formats.base import is_finite
 from tokserve.families.quantization.formats.packed import PackedFormat, unpacked
 from tokserve.features.weights.staging import Staging
+from tokserve.models.formats import is_finite
 from tokserve.ops import PackedWna16
 
 HF = tiny_config("qwen3", hidden_size=96, intermediate_size=192, head_dim=24)

@@ -17,8 +17,9 @@ from tests.tiny_models import tiny_vision_config, write_checkpoint
 from tokserve import checkpoint
 from tokserve.base.errors import StartError
 from tokserve.config import Config
-from tokserve.features.images.vision import Grid, decode_image
+from tokserve.features.images.vision import decode_image
 from tokserve.models.registry import decoder_spec
+from tokserve.protocol.images import Grid
 from tokserve.protocol.params import SamplingParams
 from tokserve.runner.startup import load
 

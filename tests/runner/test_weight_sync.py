@@ -28,8 +28,8 @@ from tests.runner.drive import Driver, Job
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import Conflict, Forbidden, RequestError, TransferFailed
 from tokserve.config import Config
-from tokserve.families.quantization.formats.base import is_finite
 from tokserve.models import weights
+from tokserve.models.formats import is_finite
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import DeviceFacts
 from tokserve.rl import broadcast, checksums

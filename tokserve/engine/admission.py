@@ -23,11 +23,12 @@ from tokserve.engine.scheduler import Scheduler
 from tokserve.features.fairness.deadlines import Deadlines
 from tokserve.features.grammar.grammars import Grammars
 from tokserve.features.grammar.pending_grammars import PendingGrammars
-from tokserve.features.images.vision import KIND, ImageFormat, check_image
+from tokserve.features.images.vision import check_image
 from tokserve.features.kv.external_kv import ExternalKV
 from tokserve.features.lora.commands import MAX_NAME, Adapters
 from tokserve.features.speculation.drafter import prediction_index
 from tokserve.features.speculation.token_index import TokenIndex
+from tokserve.protocol.images import KIND, ImageFormat
 from tokserve.protocol.messages import EngineRequest, Status, Submit, SubmitReply
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.prompt import Feature, TokenPrompt

@@ -23,11 +23,11 @@ from tokserve.engine.output.columns import PackedMasks, PackedRows, StepColumns
 from tokserve.engine.output.output_buffer import Limits, OutputBuffer
 from tokserve.engine.stopping import StopChecker
 from tokserve.features.grammar.grammar import Grammar, GrammarState
-from tokserve.features.images.vision import KIND
 from tokserve.features.lora.adapter import Adapter
 from tokserve.features.speculation.draft_log import DraftLog
 from tokserve.features.speculation.draft_state import Corpus, DraftState, DrawState
 from tokserve.features.speculation.token_index import TokenIndex
+from tokserve.protocol.images import KIND
 from tokserve.protocol.messages import DraftCounts, EngineRequest, Finish
 from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.protocol.plan import NO_LEGAL_TOKEN, NOT_FINITE, Float32, NewRow

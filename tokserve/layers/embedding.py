@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.families.quantization.quant import UNQUANTIZED, WNA16, pack_rows
+from tokserve.families.quantization.methods import WNA16
 from tokserve.families.quantization.quantized import QuantizedWeight
 from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import ALONE, Group
 from tokserve.layers.parameter import Parameter, StoredWeight, owned_copy
 from tokserve.layers.places import MatrixPlace, TensorPart, VectorPlace
+from tokserve.layers.quant import UNQUANTIZED, pack_rows
 
 
 class Embedding:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.families.quantization.quant import Packed, gated, pack_rows
 from tokserve.features.lora.layer import LoraSlots, LowRank
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import Span, Split
 from tokserve.layers.parameter import Parameter, StoredWeight, as_dense, part_of
 from tokserve.layers.places import NOWHERE, MatrixPlace, TensorPart, VectorPlace
+from tokserve.layers.quant import Packed, gated, pack_rows
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
 FUSED = ("silu", "gelu_tanh")  # activations that the gated product takes

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tokserve.families.quantization.quant import UNQUANTIZED, QuantMethod
 from tokserve.layers.parallel import ALONE, Group
+from tokserve.layers.quant import UNQUANTIZED, QuantMethod
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,12 @@ import torch
 from tokserve.base.errors import StartError
 from tokserve.families.quantization import kv_scales
 from tokserve.families.quantization.formats.pick import quantization_of
-from tokserve.families.quantization.quant import METHODS, UNQUANTIZED, WNA16, QuantMethod
+from tokserve.families.quantization.methods import METHODS, WNA16
 from tokserve.families.quantization.quantized import GROUP, Int4, Wna16
 from tokserve.features.weights.provenance import EMBEDDING, HEAD
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import ALONE, WHOLE, Group, Stage
+from tokserve.layers.quant import UNQUANTIZED, QuantMethod
 from tokserve.models import dummy, weights
 from tokserve.models.decoder import Decoder, DecoderSpec, rope_tables
 from tokserve.models.registry import decoder_spec

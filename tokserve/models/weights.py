@@ -25,8 +25,8 @@ from tokserve.base.errors import RequestError, StartError
 from tokserve.families.gguf import config as gguf_config
 from tokserve.families.gguf import gguf_weights
 from tokserve.families.gguf.gguf_weights import Source
-from tokserve.families.quantization.formats.base import DENSE, FLOATS, CheckpointFormat, group
 from tokserve.layers.parameter import Parameter, StackedParameter, StoredWeight, as_dense
+from tokserve.models.formats import DENSE, FLOATS, CheckpointFormat, group
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

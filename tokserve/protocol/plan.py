@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tokserve.features.images.vision import ImageFormat
+from tokserve.protocol.images import ImageFormat
 from tokserve.protocol.kv_spec import KVLayout
 from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.protocol.prompt import Feature

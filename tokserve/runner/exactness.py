@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.families.quantization.quant import gated
 from tokserve.features.lora.layer import LoraSlots, LowRank
 from tokserve.layers.batch import Pages
 from tokserve.layers.linear import FUSED, GatedLinear, Linear
 from tokserve.layers.protocols import AttentionProbe, random_rows
+from tokserve.layers.quant import gated
 from tokserve.models.decoder import Decoder
 
 SIZES = (1, 2, 3, 8, 16, 33, 64, 65, 100, 128, 129, 200)  # rows; every tile shape is used

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from tokserve.families.recurrent.states import StateColumns, StateTable, blank_columns
 from tokserve.features.images.attention_rows import Span, divide
-from tokserve.features.images.vision import KIND, image_grid, rope_positions
+from tokserve.features.images.vision import image_grid, rope_positions
 from tokserve.layers.batch import ForwardBatch, LogitsRows, Pages
+from tokserve.protocol.images import KIND
 from tokserve.protocol.plan import Int32, NewRow, StepPlan
 from tokserve.runner.slots import Int64, SamplingColumns, Slots, last_indices
 

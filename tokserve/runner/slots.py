@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokserve.features.images.vision import ImageFormat
+from tokserve.protocol.images import ImageFormat
 from tokserve.protocol.params import SamplingParams, wrap_seed
 from tokserve.protocol.plan import Int32, NewRow, StepPlan
 

@@ -18,9 +18,9 @@ from tokserve import checkpoint, ops
 from tokserve.base.errors import NotBuiltIn, StartError
 from tokserve.base.memory import gib, give_back
 from tokserve.config import Config, KVStorePlan, ModelConfig, RuntimeConfig
-from tokserve.families.quantization.quant import WNA16
+from tokserve.families.quantization.methods import WNA16
 from tokserve.features.images.encoder import ImageEncoder
-from tokserve.features.images.vision import KIND, ImageFormat, image_format
+from tokserve.features.images.vision import image_format
 from tokserve.features.kv.kv_copies import KVCopies
 from tokserve.features.kv.kv_identity import identity_parts
 from tokserve.features.lora.adapter_slots import LoraTables
@@ -34,6 +34,7 @@ from tokserve.models import load as models
 from tokserve.models.decoder import Decoder
 from tokserve.models.registry import decoder_spec, is_known
 from tokserve.ops.arithmetic import FMA, CpuKernels, choose_kernels
+from tokserve.protocol.images import KIND, ImageFormat
 from tokserve.protocol.kv_spec import StateSpec
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import DRAWN, DeviceFacts, NewRow, StepPlan

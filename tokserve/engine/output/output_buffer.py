@@ -20,8 +20,8 @@ from tokserve.engine.output.columns import (
     RoutedColumns,
     StepColumns,
 )
-from tokserve.features.images.vision import ImageFormat
 from tokserve.features.lora.adapter import Adapter
+from tokserve.protocol.images import ImageFormat
 from tokserve.protocol.messages import Finish
 from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.protocol.plan import Float32, LogprobRows

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tokserve.families.quantization.formats.base import DenseFormat, Grouped
-from tokserve.families.quantization.quant import WNA16
+from tokserve.families.quantization.methods import WNA16
+from tokserve.models.formats import DenseFormat, Grouped
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.base.errors import StartError
-from tokserve.families.quantization.quant import Packed
 from tokserve.families.quantization.quantized import QuantizedWeight
 from tokserve.layers.linear import Linear
 from tokserve.layers.mlp import GatedMLP, MLPSpec
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import Span
 from tokserve.layers.parameter import Parameter, StackedParameter, StoredWeight, as_dense, owned_copy, part_of, under
+from tokserve.layers.quant import Packed
 
 ExpertActivation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 

@@ -7,8 +7,9 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
-from tokserve.features.images.vision import ImageFormat, decode_image
+from tokserve.features.images.vision import decode_image
 from tokserve.models.decoder import Decoder
+from tokserve.protocol.images import ImageFormat
 from tokserve.protocol.prompt import Feature
 
 

@@ -19,9 +19,9 @@ from safetensors import SafetensorError
 
 from tokserve import checkpoint
 from tokserve.base.errors import RequestError, StartError
-from tokserve.families.quantization.formats.base import FLOATS, is_finite
 from tokserve.features.lora.layer import LowRank
 from tokserve.models import weights
+from tokserve.models.formats import FLOATS, is_finite
 from tokserve.models.weights import Entry
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"

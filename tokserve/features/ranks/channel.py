@@ -16,7 +16,7 @@ import msgspec
 from tokserve.base.errors import BY_STATUS, RequestError, RequestFailed
 from tokserve.base.sockets import receive_exactly
 from tokserve.config import Config
-from tokserve.features.images.vision import ImageFormat
+from tokserve.protocol.images import ImageFormat
 from tokserve.protocol.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
 from tokserve.protocol.plan import DeviceFacts, GrammarBitmask, StepPlan, StepResult, decode_hook, encode
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tokserve.base.errors import RequestError
-from tokserve.families.quantization.formats import base as formats
 from tokserve.features.weights.delta_staging import DeltaStaging
 from tokserve.features.weights.staging import Staging
 from tokserve.features.weights.weight_sources import Announcement, SafetensorsStream, shared_memory
+from tokserve.models import formats
 from tokserve.rl import deltas
 from tokserve.rl.broadcast import DTYPES, TransferGroup, receive
 from tokserve.rl.delta_directory import VersionFile

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve.base.errors import Forbidden, RequestError, invalid_value
-from tokserve.families.quantization.formats import base as formats
+from tokserve.models import formats
 from tokserve.rl.broadcast import DTYPES, PACKED_BYTES, Declared, num_bytes
 
 SHARED_MEMORY = Path("/dev/shm")

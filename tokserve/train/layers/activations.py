@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tokserve import ops
-from tokserve.families.quantization.quant import gated as gated_product
+from tokserve.layers.quant import gated as gated_product
 
 
 def activate(x: Tensor, activation: str, *, gated: bool) -> Tensor:

@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from tokserve import ops
 from tokserve.families.mixtures.experts import Experts, Mixture, MixtureSpec, Router
-from tokserve.families.quantization.quant import gated
 from tokserve.layers.linear import Linear
+from tokserve.layers.quant import gated
 from tokserve.ops.mixture import MIN_SUM
 from tokserve.train.layers import backward
 from tokserve.train.layers.products import Products

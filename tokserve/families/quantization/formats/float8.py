@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.families.quantization.formats.base import FLOAT8_DTYPES, FLOATS, Described, Grouped, Part
-from tokserve.families.quantization.quant import FLOAT8, Float8Weight
+from tokserve.families.quantization.methods import FLOAT8, Float8Weight
+from tokserve.models.formats import FLOAT8_DTYPES, FLOATS, Described, Grouped, Part
 
 SCALES = ("_scale_inv", "_scale")  # what follows a weight's name in that of its scale; both are multiplied by
 UNUSED = (  # of activations, all but those of `CACHE_SCALES`

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tokserve.families.gguf.gguf_types import E2M1, power_of_two
-from tokserve.families.quantization.formats.base import Described, Grouped, Part
-from tokserve.families.quantization.quant import WNA16
+from tokserve.families.quantization.methods import WNA16
 from tokserve.families.quantization.quantized import QuantizedWeight
 from tokserve.layers.parameter import StoredWeight
+from tokserve.models.formats import Described, Grouped, Part
 from tokserve.ops.wna16 import QuantizedRows
 
 BLOCKS, EXPONENTS = "blocks", "scales"  # roles

@@ -14,9 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tokserve.families.quantization.formats.base import FLOATS, Described, Grouped, Part
-from tokserve.families.quantization.quant import WNA16
+from tokserve.families.quantization.methods import WNA16
 from tokserve.families.quantization.quantized import QuantizedWeight
+from tokserve.models.formats import FLOATS, Described, Grouped, Part
 from tokserve.ops.wna16 import SIGNED, STEP, QuantizedRows
 
 INTEGERS = {"I32": torch.int32, "I8": torch.int8, "I64": torch.int64}  # in safetensors

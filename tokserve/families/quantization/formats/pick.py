@@ -7,8 +7,8 @@ from typing import Any
 
 from tokserve.families.gguf.format import GgufFormat
 from tokserve.families.quantization.formats import float8, integers, mxfp4
-from tokserve.families.quantization.formats.base import DENSE, CheckpointFormat
 from tokserve.models.config_reader import ConfigReader
+from tokserve.models.formats import DENSE, CheckpointFormat
 
 ATTRIBUTES = ("quantization_config", "compression_config")  # of config.json
 

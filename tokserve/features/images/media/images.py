@@ -19,7 +19,8 @@ from tokserve.features.images.media.frames import WorkerSettings
 from tokserve.features.images.media.pool import ProcessedImage, WorkerPool, digest_of
 from tokserve.features.images.media.sources import ImageSources
 from tokserve.features.images.parts import ImageSlots, ImageUrl, check_count, expand
-from tokserve.features.images.vision import KIND, Grid, ImageFormat, encode_image
+from tokserve.features.images.vision import encode_image
+from tokserve.protocol.images import KIND, Grid, ImageFormat
 from tokserve.protocol.prompt import Feature, TokenPrompt
 
 DTYPES = ("|u1", "<f4")
