@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.tiny_families import FAMILIES, VISION_FAMILIES
 from tokserve.checkpoint import flat
+from tokserve.families.mixtures.routed import mixtures_of
 from tokserve.features.images.siglip import SiglipSpec
 from tokserve.features.pooling.encoder_model import EncoderSpec
 from tokserve.layers.options import LayerOptions
@@ -133,7 +134,7 @@ def _as_released(named: dict[str, Tensor], spec: DecoderSpec) -> dict[str, Tenso
         name if name.startswith(tower) else name.replace("model.", "model.language_model.", 1): tensor
         for name, tensor in named.items()
     }
-    for layer, mixture in spec.mixtures.items():
+    for layer, mixture in mixtures_of(spec).items():
         prefix = f"model.language_model.layers.{layer}.mlp.experts."
         gate, up, down = (
             torch.stack([renamed.pop(f"{prefix}{expert}.{one}.weight").t() for expert in range(mixture.experts)])

@@ -11,6 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 from tests.tiny_families import FAMILIES
 from tests.tiny_models import tiny_config
 from tokserve.base.errors import StartError
+from tokserve.families.mixtures.routed import mixtures_of
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import RopeSpec
 from tokserve.models.block import AROUND
@@ -53,13 +54,13 @@ def test_absent_attributes_of_mixtures_mean_what_transformers_assumes(family: st
     (rope,) = spec.ropes
     assert rope.theta == expected.rope_parameters["rope_theta"]
     assert rope.dim == attention.dim * expected.rope_parameters.get("partial_rotary_factor", 1.0)
-    mixture = spec.mixtures[5]
+    mixture = mixtures_of(spec)[5]
     assert mixture.router.chosen == expected.num_experts_per_tok
     assert mixture.router.normalize == getattr(expected, "norm_topk_prob", True)
     assert mixture.experts == (getattr(expected, "num_experts", None) or expected.num_local_experts)
     assert mixture.inner == getattr(expected, "moe_intermediate_size", 64)
     dense_layers = getattr(expected, "first_k_dense_replace", 0)
-    assert list(spec.mixtures) == list(range(dense_layers, 6))
+    assert list(mixtures_of(spec)) == list(range(dense_layers, 6))
     if mixture.shared is not None:
         shared = getattr(expected, "shared_expert_intermediate_size", mixture.inner)
         assert mixture.shared.inner == shared

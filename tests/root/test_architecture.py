@@ -23,6 +23,33 @@ def test_a_request_has_at_most_eight_carriers_that_exist_once() -> None:
 
 
 def test_every_module_it_names_is_there() -> None:
-    for name in set(re.findall(r"`((?:server|client|engine|runner|text|models|layers|ops|cli|executor)/\w+)`", TEXT)):
+    packages = "|".join(path.name for path in (ROOT / "tokserve").iterdir() if (path / "__init__.py").is_file())
+    names = set(re.findall(rf"`((?:{packages})(?:/\w+)*)/?`", TEXT))
+    assert "features/weights" in names
+    for name in names:
         path = ROOT / "tokserve" / name
         assert path.with_suffix(".py").is_file() or path.is_dir(), f"docs/architecture.md names {name}"
+
+
+def test_every_room_is_in_its_table() -> None:
+    folders = (
+        folder for kind in ("features", "dialects", "families") for folder in (ROOT / "tokserve" / kind).iterdir()
+    )
+    for folder in folders:
+        if (folder / "__init__.py").is_file():
+            assert f"`{folder.parent.name}/{folder.name}/`" in TEXT, f"docs/architecture.md does not name {folder.name}"
+
+
+def test_the_reading_order_counts_lines_that_are_there() -> None:
+    page = (ROOT / "docs" / "reading-order.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d+ \| [^|]+ \| ([^|]+) \| [^|]+ \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    assert len(rows) == 12
+    total = 0
+    for files, lines, minutes in rows:
+        paths = [ROOT / "tokserve" / f"{name}.py" for name in re.findall(r"`([\w/]+)`", files)]
+        count = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+        assert abs(count - int(lines)) <= 0.15 * count, f"{files} have {count} lines"
+        assert int(minutes) == round(int(lines) / 25)
+        total += count
+    stated = re.search(r"about ([\d,]+) lines", page)
+    assert stated is not None and abs(total - int(stated[1].replace(",", ""))) <= 0.1 * total, f"{total} lines"

@@ -24,7 +24,9 @@ def imported(code: str, **variables: str) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.mark.parametrize("module", ["cli.serve", "cli.api_server", "engine.process", "executor.worker"])
+@pytest.mark.parametrize(
+    "module", ["cli.serve", "features.fleet.api_server", "engine.process", "features.ranks.worker"]
+)
 def test_the_main_module_of_a_process_starts_no_threads(module: str) -> None:
     assert imported(CODE.replace("MODULE", module)) == ["1", "None"]
 
@@ -35,6 +37,6 @@ def test_variables_of_the_user_are_kept() -> None:
 
 def test_a_library_leaves_numpy_alone() -> None:
     """`from tokserve import LLM` may be the first import in a program that multiplies with numpy."""
-    threads, variable = imported(CODE.replace("MODULE", "client.llm, tokserve.client.async_llm"))
+    threads, variable = imported(CODE.replace("MODULE", "features.offline.llm, tokserve.client.async_llm"))
     assert int(threads) > 1 or CPUS == 1
     assert variable == "None"

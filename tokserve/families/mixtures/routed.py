@@ -20,11 +20,16 @@ from tokserve.protocol.plan import StepPlan
 from tokserve.runner.slots import Slots
 
 
+def mixtures_of(spec: DecoderSpec) -> dict[int, MixtureSpec]:
+    """The blocks that have experts, by number."""
+    return {number: block.mlp for number, block in enumerate(spec.blocks) if isinstance(block.mlp, MixtureSpec)}
+
+
 class RoutedTable:
     """`layout`: of the KV cache.  Raises StartError for a model without experts."""
 
     def __init__(self, spec: DecoderSpec, layout: KVLayout) -> None:
-        mixtures = {number: one.mlp for number, one in enumerate(spec.blocks) if isinstance(one.mlp, MixtureSpec)}
+        mixtures = mixtures_of(spec)
         if not mixtures:
             raise StartError("option enable_return_routed_experts: the model has no experts")
         self._layers = np.array(list(mixtures))  # numbers of the layers with experts
