@@ -145,6 +145,7 @@ def _of_statement(node: ast.AST) -> Iterator[tuple[str, ...]]:
 @cache
 def imported(path: Path) -> tuple[tuple[str, ...], ...]:
     """Dotted names of all imports of a file: those within functions too, and outside of `TABLES` those by string."""
+    """Dotted names of all imports of a file, those within functions and, outside of `TABLES`, those by string too."""
     names = [name for node in nodes(path) for name in _of_statement(node)]
     for node in () if path.relative_to(PACKAGE).as_posix() in TABLES else nodes(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("tokserve."):

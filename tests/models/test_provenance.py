@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import Conflict
-from tokserve.features.weights.provenance import Provenance
 from tokserve.models import weights
 from tokserve.models.dummy import tensors
 from tokserve.models.load import load
+from tokserve.models.provenance import Provenance
 from tokserve.rl import checksum, checksums
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -18,10 +18,10 @@ from tests.runner.test_runner import prompt
 from tests.runner.test_with_engine import RealEngine
 from tests.tiny_families import FAMILIES
 from tests.tiny_models import tiny_config, write_checkpoint
-from tokserve.features.weights.provenance import HEAD
 from tokserve.features.weights.staging import Staging
 from tokserve.models.load import load as load_model
 from tokserve.rl.weight_pairs import named_tensors
+from tokserve.models.provenance import HEAD
 
 NEW = sorted(FAMILIES.keys() - {"llama", "mistral", "qwen2", "qwen3", "gemma3_text"})
 FAST = ("gemma2", "cohere2")

@@ -12,7 +12,7 @@ from tests.runner.test_cuda import make
 from tests.runner.test_kv_scales import come_of, update
 from tests.runner.test_weight_sync import by_stream
 from tests.tiny_models import tiny_config, write_checkpoint
-from tokserve.gpu.in_place import copy_weights, tensors_of
+from tokserve.features.weights.in_place import copy_weights, tensors_of
 
 HF = tiny_config("qwen3") | {"num_hidden_layers": 1}
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.base.errors import RequestError
-from tokserve.features.weights.provenance import Provenance
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.embedding import Embedding, Head
 from tokserve.layers.linear import Linear
@@ -25,6 +24,7 @@ from tokserve.layers.protocols import ImageTower, LabelHead, LabelHeadSpec, Towe
 from tokserve.layers.rope import RopeSpec, rope_table, rows_of_axes
 from tokserve.models.block import BlockSpec, DecoderBlock
 from tokserve.models.formats import DENSE, CheckpointFormat
+from tokserve.models.provenance import Provenance
 from tokserve.protocol.kv_spec import LayerSpec
 
 Renames = tuple[tuple[str, str], ...]

@@ -18,12 +18,12 @@ from tokserve.families.quantization import kv_scales
 from tokserve.families.quantization.formats.pick import quantization_of
 from tokserve.families.quantization.methods import METHODS, WNA16
 from tokserve.families.quantization.quantized import GROUP, Int4, Wna16
-from tokserve.features.weights.provenance import EMBEDDING, HEAD
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import ALONE, WHOLE, Group, Stage
 from tokserve.layers.quant import UNQUANTIZED, QuantMethod
 from tokserve.models import dummy, weights
 from tokserve.models.decoder import Decoder, DecoderSpec, rope_tables
+from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.models.registry import decoder_spec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

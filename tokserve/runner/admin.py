@@ -15,8 +15,8 @@ from tokserve.features.lora.adapter_slots import LoraTables
 from tokserve.features.profiler.recorder import RunnerProfiler
 from tokserve.features.weights import extension
 from tokserve.features.weights.checksums import checksums
+from tokserve.features.weights.in_place import copy_weights
 from tokserve.features.weights.weight_sync import WeightSync
-from tokserve.gpu.in_place import copy_weights
 from tokserve.models.decoder import Decoder
 from tokserve.rl.deltas import dtype_name
 from tokserve.runner import kvcache

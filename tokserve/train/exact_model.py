@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from tokserve.base.errors import StartError
-from tokserve.features.weights.provenance import EMBEDDING, HEAD
 from tokserve.models.decoder import DecoderSpec
+from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.models.registry import ARCHITECTURES
 from tokserve.protocol.kv_spec import dtype_name
 from tokserve.train.compilation import uncompiled

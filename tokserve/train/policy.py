@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from tokserve import checkpoint
 from tokserve.base.errors import StartError
-from tokserve.features.weights.provenance import EMBEDDING, HEAD
 from tokserve.models import dummy, load, weights
 from tokserve.models.decoder import Decoder
 from tokserve.models.formats import FLOATS
+from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.ops.arithmetic import FMA
 from tokserve.train import adapters, scoring
 from tokserve.train.adapters import TrainedAdapter

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tokserve.features.weights.provenance import EMBEDDING
+from tokserve.models.provenance import EMBEDDING
 from tokserve.train import tree
 from tokserve.train.batch import PackedBatch
 from tokserve.train.byte_budget import ByteBudget

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tokserve.features.weights.provenance import HEAD
 from tokserve.models import load
 from tokserve.models.decoder import DecoderSpec
+from tokserve.models.provenance import HEAD
 from tokserve.ops.arithmetic import FMA
 from tokserve.train import scores, scoring, tree
 from tokserve.train.batch import PackedBatch

@@ -30,7 +30,6 @@ from tokserve.families.hf.modules import (
     Projection,
     attend,
 )
-from tokserve.features.weights.provenance import Provenance
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.linear import Linear
 from tokserve.layers.norm import LayerNorm, NormSpec
@@ -38,6 +37,7 @@ from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter, StackedParameter, owned_copy
 from tokserve.models import weights
 from tokserve.models.decoder import Decoder, DecoderSpec
+from tokserve.models.provenance import Provenance
 from tokserve.protocol.kv_spec import KVSpec, dtype_name
 
 INTERFACE = "tokserve_paged"

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokserve import __version__
 from tokserve.config import Config
-from tokserve.gpu.in_place import tensors_of
+from tokserve.features.weights.in_place import tensors_of
 from tokserve.models.decoder import Decoder
 from tokserve.protocol.kv_spec import KVLayout
 from tokserve.rl.digests import checksum

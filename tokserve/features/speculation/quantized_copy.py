@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.base.errors import StartError
-from tokserve.gpu.in_place import tensors_of
+from tokserve.features.weights.in_place import tensors_of
 from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.places import MatrixPlace

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from tokserve.base.errors import Conflict
-from tokserve.features.weights.provenance import EMBEDDING, HEAD
 from tokserve.layers.parameter import Parameter
 from tokserve.layers.places import NOWHERE, Indices, Place, TensorPart
 from tokserve.models.decoder import Decoder
+from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.rl.sums import COLUMNS, Sums, bits_of, in_threads, partial_sum, set_checksum, tensor_sum
 
 CHUNK = 1 << 20  # elements that are read at a time

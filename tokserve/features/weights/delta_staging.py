@@ -15,11 +15,11 @@ from torch import Tensor
 
 from tokserve.base.errors import Conflict, RequestError
 from tokserve.features.weights.coordinates import CHUNK, Coordinates
-from tokserve.features.weights.provenance import Provenance
 from tokserve.layers.places import Indices, Place, gather, scatter
 from tokserve.models import weights
 from tokserve.models.decoder import Decoder
 from tokserve.models.formats import is_finite
+from tokserve.models.provenance import Provenance
 from tokserve.rl import sums
 from tokserve.rl.deltas import DeltaLabel, DeltaReader, TensorDelta, label_of
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from tokserve.base.errors import RequestError, StartError
 from tokserve.families.quantization import kv_scales
-from tokserve.features.weights.provenance import EMBEDDING, HEAD, Provenance
 from tokserve.layers.parameter import StoredWeight, as_dense
 from tokserve.models import weights
 from tokserve.models.decoder import Decoder
 from tokserve.models.formats import WHOLE, Described, Part, is_finite
+from tokserve.models.provenance import EMBEDDING, HEAD, Provenance
 from tokserve.models.weights import Entry
 
 

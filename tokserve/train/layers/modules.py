@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tokserve.families.mixtures.experts import Mixture
 from tokserve.features.lora.layer import LoraSlots, LowRank
-from tokserve.features.weights.provenance import EMBEDDING, HEAD
 from tokserve.models.decoder import Decoder
+from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.train import scores, support
 from tokserve.train.adapters import lora_a_name, lora_b_name
 from tokserve.train.batch import PackedBatch
