@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")  # torch reads both when it is imported: no split of K
@@ -32,6 +31,9 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.gpu.kernels import attention, launch
+from tokserve.layers.attention import AttentionSpec
+from tokserve.layers.options import LayerOptions
+from tokserve.layers.rope import NO_ROPE
 from tokserve.ops.registry import OPS
 from tokserve.runner import device, exactness
 
@@ -201,12 +203,10 @@ def large_tiles_are_equal(shapes: Shapes) -> Answer:
 
 def attention_is_equal(shapes: Shapes) -> Answer:
     heads, kv_heads, dim = shapes.heads
-    layer = SimpleNamespace(
-        heads=heads, dim=dim, dtype=shapes.dtype, scale=dim**-0.5, k_scale=1.0, v_scale=1.0, window=0, softcap=0.0,
-        sinks=None,
-    )  # fmt: skip
+    spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, NO_ROPE)
+    layer = spec.layer(heads * dim, LayerOptions(shapes.dtype))
     pages = torch.empty(2, 1, kv_heads, 64, dim, dtype=shapes.dtype, device=ops.torch_device).unbind()
-    return exactness.attends_alike(layer, pages[0]), "step, chunk and prompt"  # type: ignore[arg-type]
+    return exactness.attends_alike(layer.probe(), pages[0]), "step, chunk and prompt"
 
 
 def dependent_launch_pays(shapes: Shapes) -> Answer:

@@ -223,7 +223,7 @@ def test_the_state_lists_all_that_blocks_requests() -> None:
 
 def test_the_log_has_a_line_for_each_change_of_weights_and_sleep(caplog: pytest.LogCaptureFixture) -> None:
     engine = busy()
-    with caplog.at_level(logging.INFO, logger="tokserve.engine"):
+    with caplog.at_level(logging.INFO, logger="tokserve"):
         update(engine, "w2", "two")
         ask(engine, "start_weight_update")
         ask(engine, "update_weights", update={"fault": "unknown tensor x"})

@@ -229,10 +229,10 @@ def test_a_layer_turns_stored_shards_into_floats_where_one_is_floats() -> None:
 
 
 ALLOWED = {  # files that may name float8 or int8
-    "ops": "kernels", "models/formats": "formats", "families/quantization/methods.py": "methods",
-    "config": "the option", "resolve.py": "the option", "option_checks.py": "the option",
-    "device.py": "what a device can multiply",
-    "kv_spec.py": "the cache's dtype", "runner/kvcache.py": "the cache's dtype",
+    "ops": "kernels", "gpu/kernels": "kernels", "models/formats.py": "formats",
+    "families/quantization/formats": "formats", "families/quantization/methods.py": "methods",
+    "layers/quant.py": "the types of packed weights", "families/gguf": "formats", "config": "the option", "runner/device.py": "what a device can multiply",
+    "protocol/kv_spec.py": "the cache's dtype", "runner/kvcache.py": "the cache's dtype",
     "families/quantization/kv_scales.py": "the cache's scales", "models/load.py": "the cache's scales",
     "families/hf/load.py": "the cache's dtype", "rl/deltas.py": "the names of safetensors' dtypes",
     "families/latent/layers.py": "the cache's dtype", "features/speculation/quantized_copy.py": "the option",
