@@ -58,8 +58,6 @@ ARROWS = 108
 FOREIGN_IN = {"rl/trl_run.py": {"transformers"}}  # of TRL's users, who have it: imported by rl/trl.py alone
 MAX_FILES = 20  # of a folder
 ONE_NAMESPACE = {"rl"}  # whose modules are public names of a distribution of its own
-ARROWS = 132
-ARROWS = 114
 # modules that a package may import from another only in the named files
 ONLY_IN = {
     ("client", "engine"): {"client/launch.py"},
@@ -145,7 +143,6 @@ def _of_statement(node: ast.AST) -> Iterator[tuple[str, ...]]:
 @cache
 def imported(path: Path) -> tuple[tuple[str, ...], ...]:
     """Dotted names of all imports of a file: those within functions too, and outside of `TABLES` those by string."""
-    """Dotted names of all imports of a file, those within functions and, outside of `TABLES`, those by string too."""
     names = [name for node in nodes(path) for name in _of_statement(node)]
     for node in () if path.relative_to(PACKAGE).as_posix() in TABLES else nodes(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("tokserve."):
