@@ -1,8 +1,8 @@
 """What routing by prefix is worth: traffic with shared prefixes over several engines, simulated or sent to servers.
 
-`python benchmarks/routing.py` simulates `tokserve.features.fleet.router` beside round robin and least load.  `--trace FILE`
-takes recorded traffic in Mooncake's form (JSON lines of `timestamp` in ms, `input_length`, `output_length` and
-`hash_ids`, one for each 512 tokens of the prompt).  `--router URL --servers URL...` sends synthetic traffic to a real
+`python benchmarks/routing.py` simulates `tokserve.features.fleet.router` beside round robin and least load.
+`--trace FILE` takes recorded traffic in Mooncake's form (JSON lines of `timestamp` in ms, `input_length`,
+`output_length` and `hash_ids`, one for each 512 tokens of the prompt).  `--router URL --servers URL...` sends synthetic traffic to a real
 router instead and reads the servers' hit rates from their metrics.
 """
 

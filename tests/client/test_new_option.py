@@ -1,6 +1,7 @@
 """A new option and a new sampling parameter are one line each: they reach the engine from the bodies of all routes.
 
-A process with an edited copy of `tokserve/protocol/params.py` serves the real routes over the real client to a fake engine.
+A process with an edited copy of `tokserve/protocol/params.py` serves the real routes over the real client to a fake
+engine.
 """
 
 from __future__ import annotations

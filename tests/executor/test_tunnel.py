@@ -71,7 +71,8 @@ def test_what_was_sent_arrives_before_the_end() -> None:
 def test_an_end_whose_process_is_killed_ends_the_one_that_connected() -> None:
     """The listener's end ends when the watcher of the process closes it."""
     script = (
-        "import sys, time; from tokserve.base.curve import make_keys; from tokserve.features.ranks.tunnel import Tunnel; "
+        "import sys, time; from tokserve.base.curve import make_keys; "
+        "from tokserve.features.ranks.tunnel import Tunnel; "
         "import msgspec; engine, client = make_keys(); tunnel = Tunnel('127.0.0.1', engine); "
         "print(tunnel.address, msgspec.json.encode(client).decode(), flush=True); "
         "tunnel.stream.recv(1); print('connected', flush=True); time.sleep(1000)"

@@ -229,15 +229,25 @@ def test_a_layer_turns_stored_shards_into_floats_where_one_is_floats() -> None:
 
 
 ALLOWED = {  # files that may name float8 or int8
-    "ops": "kernels", "gpu/kernels": "kernels", "models/formats.py": "formats",
-    "families/quantization/formats": "formats", "families/quantization/methods.py": "methods",
-    "layers/quant.py": "the types of packed weights", "families/gguf": "formats", "config": "the option", "runner/device.py": "what a device can multiply",
-    "protocol/kv_spec.py": "the cache's dtype", "runner/kvcache.py": "the cache's dtype",
-    "families/quantization/kv_scales.py": "the cache's scales", "models/load.py": "the cache's scales",
-    "families/hf/load.py": "the cache's dtype", "rl/deltas.py": "the names of safetensors' dtypes",
-    "families/latent/layers.py": "the cache's dtype", "features/speculation/quantized_copy.py": "the option",
+    "ops": "kernels",
+    "gpu/kernels": "kernels",
+    "models/formats.py": "formats",
+    "families/quantization/formats": "formats",
+    "families/quantization/methods.py": "methods",
+    "layers/quant.py": "the types of packed weights",
+    "families/gguf": "formats",
+    "config": "the option",
+    "runner/device.py": "what a device can multiply",
+    "protocol/kv_spec.py": "the cache's dtype",
+    "runner/kvcache.py": "the cache's dtype",
+    "families/quantization/kv_scales.py": "the cache's scales",
+    "models/load.py": "the cache's scales",
+    "families/hf/load.py": "the cache's dtype",
+    "rl/deltas.py": "the names of safetensors' dtypes",
+    "families/latent/layers.py": "the cache's dtype",
+    "features/speculation/quantized_copy.py": "the option",
     "runner/startup.py": "the option",
-}  # fmt: skip
+}
 NO_FORMAT = re.compile(  # the cache's dtype, what a device can do, the option's value, torch's name
     r"float8_cache|float8 (KV )?cache|(has|require)_float8|kvcache\.FLOAT8|quantization == \"fp8\"|torch\.\w+|uint8"
     r"|\"F8_E4M3\",$",

@@ -20,8 +20,8 @@ from tests.tiny_families import FAMILIES
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.features.weights.staging import Staging
 from tokserve.models.load import load as load_model
-from tokserve.rl.weight_pairs import named_tensors
 from tokserve.models.provenance import HEAD
+from tokserve.rl.weight_pairs import named_tensors
 
 NEW = sorted(FAMILIES.keys() - {"llama", "mistral", "qwen2", "qwen3", "gemma3_text"})
 FAST = ("gemma2", "cohere2")

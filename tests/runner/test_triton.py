@@ -22,7 +22,7 @@ from tests.runner.test_lora import load  # noqa: E402
 from tests.runner.test_runner import outcomes, prompt  # noqa: E402
 from tests.tiny_models import tiny_config, write_checkpoint  # noqa: E402
 from tokserve import ops  # noqa: E402
-from tokserve.gpu import cuda
+from tokserve.gpu import cuda  # noqa: E402
 from tokserve.ops.registry import OPS  # noqa: E402
 from tokserve.protocol.params import SamplingParams  # noqa: E402
 from tokserve.runner import device, exactness  # noqa: E402

@@ -1,7 +1,8 @@
 """One rank of an engine: a runner that does what the engine's messages say, in a process of its own.
 
 `serve` needs only a connected socket to the engine, and the rank's number; what starts the process, and how it got the
-address, it does not know (`spawn` starts `python -m tokserve.features.ranks.worker`).  The process ends with the connection.
+address, it does not know (`spawn` starts `python -m tokserve.features.ranks.worker`).  The process ends with the
+connection.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The process that decodes images and cuts them into patches: `python -P -m tokserve.features.images.media.worker MODEL SETTINGS`.
+"""The process that decodes images and cuts them into patches.
+
+`python -P -m tokserve.features.images.media.worker MODEL SETTINGS` starts it.
 
 It works for one image at a time, under limits of memory, and without torch.  Frames (`frames`) come on its standard
 input and leave on its standard output; it ends with its input.
