@@ -2,8 +2,8 @@
 
 `python benchmarks/routing.py` simulates `tokserve.features.fleet.router` beside round robin and least load.
 `--trace FILE` takes recorded traffic in Mooncake's form (JSON lines of `timestamp` in ms, `input_length`,
-`output_length` and `hash_ids`, one for each 512 tokens of the prompt).  `--router URL --servers URL...` sends synthetic traffic to a real
-router instead and reads the servers' hit rates from their metrics.
+`output_length` and `hash_ids`, one for each 512 tokens of the prompt).  `--router URL --servers URL...` sends synthetic
+traffic to a real router instead and reads the servers' hit rates from their metrics.
 """
 
 from __future__ import annotations
