@@ -42,9 +42,7 @@ class FloodWithGrammar(Flood):
             body = json.loads(bodies[index])
             body["sampling_params"]["structured_outputs"] = GRAMMAR
             bodies[index] = json.dumps(body).encode()
-        return closed_loop.output_rate(
-            int(url.rpartition(":")[2]), bodies, self.concurrency, 64, stream=self.stream
-        )  # fmt: skip
+        return closed_loop.output_rate(int(url.rpartition(":")[2]), bodies, self.concurrency, 64, stream=self.stream)
 
 
 TINY: list[Flood | Case] = [

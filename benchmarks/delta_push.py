@@ -56,8 +56,17 @@ async def scene(client: TokserveClient, args: argparse.Namespace) -> None:
             raise SystemExit(f"{kind} was a {result.mode} push: {result.reason}")
         rows[kind].append(seconds)
         sizes[kind] = result.num_bytes
-        print(json.dumps({"push": kind, "s": round(seconds, 3), "MB": round(result.num_bytes / 1e6, 1),
-                          "changed": result.num_changed}), flush=True)  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "push": kind,
+                    "s": round(seconds, 3),
+                    "MB": round(result.num_bytes / 1e6, 1),
+                    "changed": result.num_changed,
+                }
+            ),
+            flush=True,
+        )
 
     await push("full", delta=False)  # warms up both ends
     rows["full"].clear()
@@ -78,8 +87,22 @@ async def main(args: argparse.Namespace) -> None:
         port = sock.getsockname()[1]
         sock.close()
         (Path(directory) / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": args.layers}))
-        command = [sys.executable, "-m", "tokserve", "serve", directory, "--tokens-only", "--load-format", "dummy",
-                   "--port", str(port), "--max-model-len", "1024", "--max-num-seqs", "4"]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "tokserve",
+            "serve",
+            directory,
+            "--tokens-only",
+            "--load-format",
+            "dummy",
+            "--port",
+            str(port),
+            "--max-model-len",
+            "1024",
+            "--max-num-seqs",
+            "4",
+        ]
         server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         try:
             async with TokserveClient(f"http://127.0.0.1:{port}") as client:

@@ -23,27 +23,68 @@ TOLERANCE = 2e-3  # of logprobs: both compute in float32, in their own order
 PER_SERVER = frozenset({"id", "request_id", "created", "system_fingerprint", "cached_tokens", "version", "seed"})
 BY_TOKEN = ("top_logprobs[]", "prompt_logprobs[]")  # objects whose keys are tokens, not names
 TEXTS = (
-    "def main():\n    return", "Hello world", "é", "日本語 text", "🙂 smile", "import os, sys", " ", "\n", "x" * 40,
-    "<|im_end|>", "a<|endoftext|>b", "class Foo(object):\n", "\t\tx", "\u0301a", "ﬁ\u200bz", "0 1 2 3",
-)  # fmt: skip
+    "def main():\n    return",
+    "Hello world",
+    "é",
+    "日本語 text",
+    "🙂 smile",
+    "import os, sys",
+    " ",
+    "\n",
+    "x" * 40,
+    "<|im_end|>",
+    "a<|endoftext|>b",
+    "class Foo(object):\n",
+    "\t\tx",
+    "\u0301a",
+    "ﬁ\u200bz",
+    "0 1 2 3",
+)
 STOPS = ("e", " ", "self", "\n", "the", "a", ".", "(", "or", "   ", "é", "<|im_end|>", "ing", "t")
 WRONG: tuple[Any, ...] = (
-    None, "", "x", -1, 0, 1.5, True, [], {}, [None], ["a"], [-1], {"a": 1}, 10**6, 2**63, "1", [""], [[1, 2]],
+    None,
+    "",
+    "x",
+    -1,
+    0,
+    1.5,
+    True,
+    [],
+    {},
+    [None],
+    ["a"],
+    [-1],
+    {"a": 1},
+    10**6,
+    2**63,
+    "1",
+    [""],
+    [[1, 2]],
     {"5": "x"},
-)  # fmt: skip
+)
 Fields = tuple[tuple[float, str, tuple[Any, ...]], ...]  # probability, field, values
 SAMPLING: Fields = (
-    (0.6, "max_tokens", (1, 1, 2, 3, 5, 8, 16)), (0.1, "stop", STOPS),
+    (0.6, "max_tokens", (1, 1, 2, 3, 5, 8, 16)),
+    (0.1, "stop", STOPS),
     (0.1, "include_stop_str_in_output", (True, False)),
-    (0.1, "min_tokens", (0, 1, 2, 4)), (0.2, "ignore_eos", (True, False)), (0.2, "skip_special_tokens", (True, False)),
-    (0.1, "spaces_between_special_tokens", (True, False)), (0.1, "repetition_penalty", (0.5, 1.0, 1.3, 2.0)),
-    (0.1, "presence_penalty", (-2, -0.5, 0, 1, 2)), (0.1, "frequency_penalty", (-2, -0.5, 0, 1, 2)),
-    (0.1, "prompt_logprobs", (0, 1, 3)), (0.1, "seed", (0, 1, 42)), (0.1, "n", (1,)),
-)  # fmt: skip
+    (0.1, "min_tokens", (0, 1, 2, 4)),
+    (0.2, "ignore_eos", (True, False)),
+    (0.2, "skip_special_tokens", (True, False)),
+    (0.1, "spaces_between_special_tokens", (True, False)),
+    (0.1, "repetition_penalty", (0.5, 1.0, 1.3, 2.0)),
+    (0.1, "presence_penalty", (-2, -0.5, 0, 1, 2)),
+    (0.1, "frequency_penalty", (-2, -0.5, 0, 1, 2)),
+    (0.1, "prompt_logprobs", (0, 1, 3)),
+    (0.1, "seed", (0, 1, 42)),
+    (0.1, "n", (1,)),
+)
 OF_TEXT: Fields = (
-    (0.3, "return_token_ids", (True, False)), (0.15, "return_tokens_as_token_ids", (True, False)),
-    (0.15, "add_special_tokens", (True, False)), (0.05, "user", ("u",)), (0.05, "response_format", ({"type": "text"},)),
-)  # fmt: skip
+    (0.3, "return_token_ids", (True, False)),
+    (0.15, "return_tokens_as_token_ids", (True, False)),
+    (0.15, "add_special_tokens", (True, False)),
+    (0.05, "user", ("u",)),
+    (0.05, "response_format", ({"type": "text"},)),
+)
 USAGE: tuple[Body, ...] = (
     {"include_usage": True},
     {"include_usage": True, "continuous_usage_stats": True},
@@ -151,8 +192,11 @@ class Bodies:
 
 
 ROUTES: dict[str, Callable[[Bodies], tuple[str, Body]]] = {
-    "completions": Bodies.completions, "chat": Bodies.chat, "generate": Bodies.generate, "tokenize": Bodies.tokenize,
-}  # fmt: skip
+    "completions": Bodies.completions,
+    "chat": Bodies.chat,
+    "generate": Bodies.generate,
+    "tokenize": Bodies.tokenize,
+}
 
 
 def ask(client: httpx.Client, path: str, body: Body) -> tuple[int, Any]:

@@ -213,9 +213,11 @@ class Script:
     async def run(self, port: int, concurrency: int, total: int, check: bool) -> tuple[closed_loop.Load, float]:
         """The load, and how many seconds it took."""
         load = closed_loop.Load(
-            repeat(self._request, total), stream=self.case.stream, count=self._count,
+            repeat(self._request, total),
+            stream=self.case.stream,
+            count=self._count,
             check=self._compare if check else None,
-        )  # fmt: skip
+        )
         seconds = await load.run(port, concurrency)
         if load.tokens != total * self.output_len:
             raise SystemExit(f"{load.tokens} tokens came, {total * self.output_len} were requested")
@@ -281,20 +283,32 @@ async def load(port: int, args: argparse.Namespace, acks: int) -> list[dict[str,
             one, seconds = await script.run(port, concurrency, rounds * concurrency, check=False)
             after = server.cpu_times()
             user, system = after.user - before.user, after.system - before.system
-            results.append({
-                "case": name, "c": concurrency, "tok_s": round(one.tokens / seconds),
-                "tok_cpu_s": round(one.tokens / (user + system)), "cpu_s_per_mtok": (user + system) / one.tokens * 1e6,
-                "user_share": user / (user + system), "tokens_per_event": one.tokens / one.events,
-                "cores": (user + system) / seconds, "seconds": seconds, "tokens": one.tokens,
-            })  # fmt: skip
+            results.append(
+                {
+                    "case": name,
+                    "c": concurrency,
+                    "tok_s": round(one.tokens / seconds),
+                    "tok_cpu_s": round(one.tokens / (user + system)),
+                    "cpu_s_per_mtok": (user + system) / one.tokens * 1e6,
+                    "user_share": user / (user + system),
+                    "tokens_per_event": one.tokens / one.events,
+                    "cores": (user + system) / seconds,
+                    "seconds": seconds,
+                    "tokens": one.tokens,
+                }
+            )
             _print(results[-1])
     return results
 
 
 def _print(r: dict[str, Any]) -> None:
-    cells = (r["case"], r["c"], f"{r['tok_s']:,}", f"{r['tok_cpu_s']:,}", *(
-        f"{r[name]:.2f}" for name in ("cpu_s_per_mtok", "user_share", "cores", "tokens_per_event")
-    ))  # fmt: skip
+    cells = (
+        r["case"],
+        r["c"],
+        f"{r['tok_s']:,}",
+        f"{r['tok_cpu_s']:,}",
+        *(f"{r[name]:.2f}" for name in ("cpu_s_per_mtok", "user_share", "cores", "tokens_per_event")),
+    )
     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
@@ -319,13 +333,23 @@ def run_server(port: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--cases", nargs="+", choices=CASES, default=["stream", "stream-arrays", "full", "full-arrays"],
-        metavar="CASE", help=f"of {', '.join(CASES)}. Default: stream stream-arrays full full-arrays.")  # fmt: skip
+    add(
+        "--cases",
+        nargs="+",
+        choices=CASES,
+        default=["stream", "stream-arrays", "full", "full-arrays"],
+        metavar="CASE",
+        help=f"of {', '.join(CASES)}. Default: stream stream-arrays full full-arrays.",
+    )
     add("--concurrency", nargs="+", type=int, default=[64], metavar="N", help="connections. Default: 64.")
     add("--input-len", type=int, default=128, help="tokens of a prompt. Default: 128.")
     add("--output-len", type=int, default=256, help="tokens of an output. Default: 256.")
-    add("--tokens", type=int, default=200_000, help="per case, four times as many where replies are whole. "
-        "Default: 200000.")  # fmt: skip
+    add(
+        "--tokens",
+        type=int,
+        default=200_000,
+        help="per case, four times as many where replies are whole. Default: 200000.",
+    )
     add("--window", type=int, default=1, help="steps the engine may be ahead of the client. Default: 1.")
     add("--json", type=Path, help="write the rows there too")
     add("--port", type=int, default=18_431, help="of the server. Default: 18431.")

@@ -86,16 +86,33 @@ def make(shape: str, layers: int, rows: int, **options: Any) -> Runner:
     """A runner with random weights for `rows` requests of CONTEXT tokens and STEPS more."""
     length = CONTEXT + 4 * (STEPS + WARM)
     hf = SHAPES[shape] | {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": layers, "head_dim": HEAD_DIM,
-        "vocab_size": VOCAB, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-        "hidden_act": "silu", "tie_word_embeddings": shape == "0.6B", "dtype": "bfloat16", "attention_bias": False,
-    }  # fmt: skip
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": layers,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": shape == "0.6B",
+        "dtype": "bfloat16",
+        "attention_bias": False,
+    }
     directory = Path(tempfile.mkdtemp())
     (directory / "config.json").write_text(json.dumps(hf))
     config = Config.make(
-        model=str(directory), load_format="dummy", dtype="bfloat16", device="cuda", depth=2,
-        max_model_len=max(length, LONG + 64), max_num_seqs=rows, max_num_batched_tokens=8192, block_size=64, **options,
-    )  # fmt: skip
+        model=str(directory),
+        load_format="dummy",
+        dtype="bfloat16",
+        device="cuda",
+        depth=2,
+        max_model_len=max(length, LONG + 64),
+        max_num_seqs=rows,
+        max_num_batched_tokens=8192,
+        block_size=64,
+        **options,
+    )
     dummy.values = lambda name, shape, seed, tied: few_values(tuple(shape), shape[-1] ** -0.5)
     runner, _ = load(config)
     few_values.cache_clear()
@@ -235,15 +252,25 @@ def measure(shape: str, layers: int, rows: int, card: Card, **options: Any) -> d
         backend.capture(runner.model)
     fast = decode(runner, rows, CONTEXT + STEPS + WARM)
     return {
-        "model": f"{shape} shapes, {layers} layers", "options": options, "rows": rows,
-        "prefill_tok_s": round(prompt_rate), "prefill_share": prompt_rate * prompt_flops(runner) / card.flops,
-        "decode_tok_s": round(rows / exact), "step_ms": exact * 1e3, "roofline_share": roofline / exact,
-        "fast_step_ms": fast * 1e3, "exact_costs": exact / fast - 1, "graph_ms": replay * 1e3,
-        "chat_step_ms": chat * 1e3, "long_prompt_tok_s": round(long_rate),
-        "sampling_share": sampling / total, "top_p_ms": filtering * 1e3,
+        "model": f"{shape} shapes, {layers} layers",
+        "options": options,
+        "rows": rows,
+        "prefill_tok_s": round(prompt_rate),
+        "prefill_share": prompt_rate * prompt_flops(runner) / card.flops,
+        "decode_tok_s": round(rows / exact),
+        "step_ms": exact * 1e3,
+        "roofline_share": roofline / exact,
+        "fast_step_ms": fast * 1e3,
+        "exact_costs": exact / fast - 1,
+        "graph_ms": replay * 1e3,
+        "chat_step_ms": chat * 1e3,
+        "long_prompt_tok_s": round(long_rate),
+        "sampling_share": sampling / total,
+        "top_p_ms": filtering * 1e3,
         "exposed_host_us": (exact - replay - sampling) * 1e6,
-        "with_a_prompt_ms": mixed * 1e3, "with_a_prompt_launched_ms": launched * 1e3,
-    }  # fmt: skip
+        "with_a_prompt_ms": mixed * 1e3,
+        "with_a_prompt_launched_ms": launched * 1e3,
+    }
 
 
 def main() -> None:
@@ -256,9 +283,12 @@ def main() -> None:
     print(f"{card.name}: copies {card.bytes_per_second / 1e12:.2f} TB/s, bf16 {card.flops / 1e12:.0f} TFLOP/s")
     float8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
     cases: list[tuple[str, str, int, int, dict[str, Any]]] = [
-        ("G2", "0.6B", 28, 1, {}), ("G1", "8B", 6, 1, {}), ("G3", "8B", 6, 256, {}),
-        ("G3 in float8", "8B", 6, 256, float8), ("G3 with 64 rows", "8B", 6, 64, {}),
-    ]  # fmt: skip
+        ("G2", "0.6B", 28, 1, {}),
+        ("G1", "8B", 6, 1, {}),
+        ("G3", "8B", 6, 256, {}),
+        ("G3 in float8", "8B", 6, 256, float8),
+        ("G3 with 64 rows", "8B", 6, 64, {}),
+    ]
     failed = 0
     for target, shape, layers, rows, options in cases:
         try:

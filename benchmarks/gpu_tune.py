@@ -106,8 +106,9 @@ def compile_products(shapes: list[tuple[int, int]], first: int, jobs: int) -> No
     assert registry.load_extension("cuda") is None
     work = [
         (rows, shape, candidate)
-        for rows, shape in cases_of(shapes) for candidate in fitting(rows, dense.chains(*shape))
-    ]  # fmt: skip
+        for rows, shape in cases_of(shapes)
+        for candidate in fitting(rows, dense.chains(*shape))
+    ]
     for rows, (outputs, inputs), candidate in work[first::jobs]:
         launch.table()["linear"] = [candidate]
         launch.tuned.cache_clear()
@@ -206,9 +207,11 @@ def main() -> None:
     assert registry.load_extension("cuda") is None
     qkv = (args.heads + 2 * args.kv_heads) * args.head_dim
     shapes = [
-        (qkv, args.hidden), (args.hidden, args.heads * args.head_dim), (2 * args.inner, args.hidden),
+        (qkv, args.hidden),
+        (args.hidden, args.heads * args.head_dim),
+        (2 * args.inner, args.hidden),
         (args.hidden // 4, args.inner // 4),
-    ]  # fmt: skip
+    ]
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         for job in [pool.submit(compile_products, shapes, first, args.jobs) for first in range(args.jobs)]:
             job.result()
@@ -226,15 +229,17 @@ def write(new_entries: dict[str, list[Entry]]) -> None:
     table = json.loads(launch.TABLE.read_text())
     for kernel, entries in new_entries.items():
         kept = [
-            entry for entry in table[kernel]
+            entry
+            for entry in table[kernel]
             if entry.get("arch") != architecture() or entry.get("bytes") != entries[0].get("bytes")
-        ]  # fmt: skip
+        ]
         smaller = [entry for entry in kept if entry.get("bytes", math.inf) < entries[0].get("bytes", 0)]
         table[kernel] = smaller + entries + [entry for entry in kept if entry not in smaller]
     lines = ",\n".join(
         f' "{kernel}": [\n' + ",\n".join(f"  {json.dumps(entry)}" for entry in entries) + "\n ]"
-        for kernel, entries in table.items() if kernel != "about"
-    )  # fmt: skip
+        for kernel, entries in table.items()
+        if kernel != "about"
+    )
     launch.TABLE.write_text(f'{{\n "about": {json.dumps(table["about"])},\n{lines}\n}}\n')
 
 

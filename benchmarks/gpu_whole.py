@@ -29,14 +29,29 @@ HERE = str(Path(__file__).resolve().parent)
 sys.path[:] = [path for path in sys.path if path != HERE]  # transformers imports `kernels` where there is one
 
 SMALL = {
-    "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
-    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "eos_token_id": 2, "bos_token_id": None,
-}  # fmt: skip
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 2,
+    "bos_token_id": None,
+}
 LARGE = SMALL | {
-    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
-    "tie_word_embeddings": False, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16",
-}  # fmt: skip
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+}
 CONTEXT, OUTPUT = 1024, 33  # of transformers' own generation
 
 
@@ -115,9 +130,15 @@ def nano_vllm(directory: Path, *, exact: bool) -> dict[str, Any]:
     outputs = [random.randint(100, 1024) for _ in range(256)]
     began = time.perf_counter()
     with LLM(
-        str(directory), device="cuda", depth=2, exact=exact, max_num_seqs=256, max_model_len=4096,
-        max_num_batched_tokens=8192, enable_prefix_caching=False,
-    ) as llm:  # fmt: skip
+        str(directory),
+        device="cuda",
+        depth=2,
+        exact=exact,
+        max_num_seqs=256,
+        max_model_len=4096,
+        max_num_batched_tokens=8192,
+        enable_prefix_caching=False,
+    ) as llm:
         started = time.perf_counter() - began
         batch_seconds(llm, prompts[:2], [8, 8])
         seconds = batch_seconds(llm, prompts, outputs)
@@ -134,9 +155,16 @@ def long_batch(*, exact: bool) -> dict[str, Any]:
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(DEMO_DIR / file, directory)
         with LLM(
-            name, device="cuda", depth=2, exact=exact, load_format="dummy", max_num_seqs=256, max_model_len=2048,
-            max_num_batched_tokens=8192, enable_prefix_caching=False,
-        ) as llm:  # fmt: skip
+            name,
+            device="cuda",
+            depth=2,
+            exact=exact,
+            load_format="dummy",
+            max_num_seqs=256,
+            max_model_len=2048,
+            max_num_batched_tokens=8192,
+            enable_prefix_caching=False,
+        ) as llm:
             batch_seconds(llm, prompts[:2], [8, 8])
             seconds = batch_seconds(llm, prompts, [1024] * 256)
     return {"exact": exact, "seconds": seconds, "tok_s": 256 * 1024 / seconds}

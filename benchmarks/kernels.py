@@ -36,9 +36,11 @@ CACHES = 256 << 20  # bytes that fit no cache of this machine
 WEIGHTS = {"qkv": (4096, HIDDEN), "gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
 HEAD = {"lm_head": (VOCAB, HIDDEN)}
 PACKING = {
-    "linear": "pack_linear", "gated_linear": "pack_gated",
-    "linear_int8": "pack_linear_int8", "gated_linear_int8": "pack_gated_int8",
-}  # fmt: skip
+    "linear": "pack_linear",
+    "gated_linear": "pack_gated",
+    "linear_int8": "pack_linear_int8",
+    "gated_linear_int8": "pack_gated_int8",
+}
 SHARDS = {"qkv": (2048, 1024, 1024), "gate_up": (INNER, INNER), "down": (HIDDEN,)}
 RANK = 16
 
@@ -100,10 +102,13 @@ def plain(
 ) -> Case:
     """A case whose arguments are the same for all implementations."""
     return Case(
-        op, shape, traffic, operations,
+        op,
+        shape,
+        traffic,
+        operations,
         make=lambda name: lambda: OPS[op].implementations[name].call(*arguments),
         torch=None if torch_call is None else lambda: torch_call,
-    )  # fmt: skip
+    )
 
 
 def linear_case(op: str, label: str, tokens: int, out_dtype: torch.dtype | None = None) -> Case:
@@ -176,33 +181,57 @@ def elementwise_cases(tokens: int) -> Iterator[Case]:
     table, positions = torch.randn(4096, DIM), torch.arange(tokens)
     row, wide = x.nbytes, both.nbytes
     yield plain(
-        "rms_norm", f"[{tokens},{HIDDEN}]", (x, weight, 1e-6), traffic=2 * row, operations=4 * x.numel(),
+        "rms_norm",
+        f"[{tokens},{HIDDEN}]",
+        (x, weight, 1e-6),
+        traffic=2 * row,
+        operations=4 * x.numel(),
         torch_call=lambda: F.rms_norm(x, (HIDDEN,), weight, 1e-6),
-    )  # fmt: skip
+    )
     yield plain(
-        "add_rms_norm", f"[{tokens},{HIDDEN}]", (x, residual, weight, 1e-6), traffic=4 * row, operations=5 * x.numel(),
+        "add_rms_norm",
+        f"[{tokens},{HIDDEN}]",
+        (x, residual, weight, 1e-6),
+        traffic=4 * row,
+        operations=5 * x.numel(),
         torch_call=lambda: F.rms_norm(x + residual, (HIDDEN,), weight, 1e-6),
-    )  # fmt: skip
+    )
     yield plain(
-        "silu_mul", f"[{tokens},2x{INNER}]", (both,), traffic=wide * 3 // 2, operations=5 * gate.numel(),
+        "silu_mul",
+        f"[{tokens},2x{INNER}]",
+        (both,),
+        traffic=wide * 3 // 2,
+        operations=5 * gate.numel(),
         torch_call=lambda: F.silu(gate) * up,
-    )  # fmt: skip
+    )
     yield plain(
-        "gelu_mul", f"[{tokens},2x{INNER}]", (both,), traffic=wide * 3 // 2, operations=9 * gate.numel(),
+        "gelu_mul",
+        f"[{tokens},2x{INNER}]",
+        (both,),
+        traffic=wide * 3 // 2,
+        operations=9 * gate.numel(),
         torch_call=lambda: F.gelu(gate, approximate="tanh") * up,
-    )  # fmt: skip
+    )
     yield plain(
-        "rope", f"[{tokens},{HEADS}+{KV_HEADS},{DIM}]", (q, k, table, positions),
-        traffic=2 * (q.nbytes + k.nbytes) + tokens * DIM * 4, operations=3 * (q.numel() + k.numel()), torch_call=None,
-    )  # fmt: skip
+        "rope",
+        f"[{tokens},{HEADS}+{KV_HEADS},{DIM}]",
+        (q, k, table, positions),
+        traffic=2 * (q.nbytes + k.nbytes) + tokens * DIM * 4,
+        operations=3 * (q.numel() + k.numel()),
+        torch_call=None,
+    )
     qkv, slots = randn(tokens, (HEADS + 2 * KV_HEADS) * DIM), torch.arange(tokens)
     caches = [randn(-(-tokens // PAGE), KV_HEADS, PAGE, DIM) for _ in range(2)]
     norms = randn(2, DIM).unbind()
     arguments = (qkv, *norms, 1e-6, table, positions, *caches, slots)
     yield plain(
-        "norm_rope_store", f"[{tokens},{HEADS}+2x{KV_HEADS},{DIM}]", arguments,
-        traffic=2 * qkv.nbytes + tokens * DIM * 4, operations=7 * (q.numel() + k.numel()), torch_call=None,
-    )  # fmt: skip
+        "norm_rope_store",
+        f"[{tokens},{HEADS}+2x{KV_HEADS},{DIM}]",
+        arguments,
+        traffic=2 * qkv.nbytes + tokens * DIM * 4,
+        operations=7 * (q.numel() + k.numel()),
+        torch_call=None,
+    )
     yield plain(
         "quantize_rows", f"[{tokens},{HIDDEN}]", (x,), traffic=row * 3 // 2, operations=3 * x.numel(), torch_call=None
     )
@@ -215,19 +244,31 @@ def gradient_cases(rows: int, length: int) -> Iterator[Case]:
     grad, q = randn(2, tokens, HEADS, DIM).unbind()
     k, v = randn(2, tokens, KV_HEADS, DIM).unbind()
     yield plain(
-        "attention_gradients", f"{rows} of {length}", (grad, q, k, v, cuts, path, cuts, DIM**-0.5, 0),
-        traffic=4 * (q.nbytes + k.nbytes), operations=5 * HEADS * DIM * tokens * length, torch_call=None,
-    )  # fmt: skip
+        "attention_gradients",
+        f"{rows} of {length}",
+        (grad, q, k, v, cuts, path, cuts, DIM**-0.5, 0),
+        traffic=4 * (q.nbytes + k.nbytes),
+        operations=5 * HEADS * DIM * tokens * length,
+        torch_call=None,
+    )
     both = randn(tokens, 2 * INNER)
     yield plain(
-        "activation_gradients", f"[{tokens},2x{INNER}]", (both[:, :INNER].contiguous(), both, "silu", True),
-        traffic=both.nbytes * 5 // 2, operations=9 * tokens * INNER, torch_call=None,
-    )  # fmt: skip
+        "activation_gradients",
+        f"[{tokens},2x{INNER}]",
+        (both[:, :INNER].contiguous(), both, "silu", True),
+        traffic=both.nbytes * 5 // 2,
+        operations=9 * tokens * INNER,
+        torch_call=None,
+    )
     x = randn(tokens, HIDDEN)
     yield plain(
-        "norm_gradients", f"[{tokens},{HIDDEN}]", (x, x, torch.ones(HIDDEN), 1e-6),
-        traffic=3 * x.nbytes, operations=12 * x.numel(), torch_call=None,
-    )  # fmt: skip
+        "norm_gradients",
+        f"[{tokens},{HIDDEN}]",
+        (x, x, torch.ones(HIDDEN), 1e-6),
+        traffic=3 * x.nbytes,
+        operations=12 * x.numel(),
+        torch_call=None,
+    )
 
 
 def attention_cases(rows: int, queries: int, length: int) -> Iterator[Case]:
@@ -242,16 +283,23 @@ def attention_cases(rows: int, queries: int, length: int) -> Iterator[Case]:
     seen = torch.ones(queries, length, dtype=torch.bool).tril(length - queries)
     pairs = rows * int(seen.sum())
     yield plain(
-        "paged_attention", f"{rows} x {queries} of {length}", (q, *caches, tables, starts, lens, DIM**-0.5, 0),
-        traffic=2 * rows * length * KV_HEADS * DIM * 2 + 2 * q.nbytes, operations=4 * HEADS * DIM * pairs,
+        "paged_attention",
+        f"{rows} x {queries} of {length}",
+        (q, *caches, tables, starts, lens, DIM**-0.5, 0),
+        traffic=2 * rows * length * KV_HEADS * DIM * 2 + 2 * q.nbytes,
+        operations=4 * HEADS * DIM * pairs,
         torch_call=lambda: F.scaled_dot_product_attention(dense_q, keys, values, attn_mask=seen, enable_gqa=True),
-    )  # fmt: skip
+    )
     k, v = randn(rows * queries, KV_HEADS, DIM), randn(rows * queries, KV_HEADS, DIM)
     slots = torch.randperm(rows * pages * PAGE)[: rows * queries]
     yield plain(
-        "store_kv", f"[{rows * queries},{KV_HEADS},{DIM}]", (k, v, *caches, slots), traffic=4 * k.nbytes, operations=0,
+        "store_kv",
+        f"[{rows * queries},{KV_HEADS},{DIM}]",
+        (k, v, *caches, slots),
+        traffic=4 * k.nbytes,
+        operations=0,
         torch_call=None,
-    )  # fmt: skip
+    )
 
 
 def recurrent_cases(rows: int, tokens: int) -> Iterator[Case]:
@@ -262,17 +310,34 @@ def recurrent_cases(rows: int, tokens: int) -> Iterator[Case]:
     state, ring = torch.zeros(rows, heads, dim, dim), randn(rows, 37, width - heads * dim + 2 * heads)
     vector, shape = torch.randn(heads), f"{rows} x {tokens}"
     yield plain(
-        "gated_delta", f"{shape} of {heads} heads [{dim},{dim}]",
-        (randn(count, width), randn(count, 2 * heads), torch.randn(4, width - heads * dim), vector, vector,
-         torch.randn(dim), 1e-6, True, state, ring, *batch),
-        traffic=2 * state.nbytes, operations=7 * count * heads * dim * dim, torch_call=None,
-    )  # fmt: skip
+        "gated_delta",
+        f"{shape} of {heads} heads [{dim},{dim}]",
+        (
+            randn(count, width),
+            randn(count, 2 * heads),
+            torch.randn(4, width - heads * dim),
+            vector,
+            vector,
+            torch.randn(dim),
+            1e-6,
+            True,
+            state,
+            ring,
+            *batch,
+        ),
+        traffic=2 * state.nbytes,
+        operations=7 * count * heads * dim * dim,
+        torch_call=None,
+    )
     x = randn(count, 3 * channels)
     yield plain(
-        "short_conv", f"{shape} of {channels}",
+        "short_conv",
+        f"{shape} of {channels}",
         (x, torch.randn(3, channels), None, randn(rows, 36, channels), *batch),
-        traffic=x.nbytes * 4 // 3, operations=8 * count * channels, torch_call=None,
-    )  # fmt: skip
+        traffic=x.nbytes * 4 // 3,
+        operations=8 * count * channels,
+        torch_call=None,
+    )
 
 
 def sampling_cases(rows: int) -> Iterator[Case]:
@@ -282,29 +347,53 @@ def sampling_cases(rows: int) -> Iterator[Case]:
     nucleus = logits.masked_fill(logits < 9.0, float("-inf"))  # about 200 ids of a row
     history, lens = torch.randint(0, VOCAB, (rows, 300)).int(), torch.full((rows,), 300, dtype=torch.int32)
     yield plain(
-        "sample", shape, (logits, index, index, index < 0), traffic=size, operations=count,
+        "sample",
+        shape,
+        (logits, index, index, index < 0),
+        traffic=size,
+        operations=count,
         torch_call=lambda: torch.multinomial(logits.softmax(-1), 1),
-    )  # fmt: skip
+    )
     yield plain(
-        "draw", shape, (logits, index, index, index < 0, ones, False, 0), traffic=size, operations=3 * count,
+        "draw",
+        shape,
+        (logits, index, index, index < 0, ones, False, 0),
+        traffic=size,
+        operations=3 * count,
         torch_call=lambda: (torch.multinomial(logits.softmax(-1), 1), logits.log_softmax(-1)),
-    )  # fmt: skip
+    )
     yield plain(
-        "logprobs", shape, (logits, index, 5, None, None), traffic=size, operations=2 * count,
+        "logprobs",
+        shape,
+        (logits, index, 5, None, None),
+        traffic=size,
+        operations=2 * count,
         torch_call=lambda: logits.log_softmax(-1).topk(5),
-    )  # fmt: skip
+    )
     yield plain(
-        "filter_logits", shape, (logits, (ones * 50).int(), ones * 0.9, ones * 0.01), traffic=2 * size,
-        operations=2 * count, torch_call=lambda: logits.sort(-1),
-    )  # fmt: skip
+        "filter_logits",
+        shape,
+        (logits, (ones * 50).int(), ones * 0.9, ones * 0.01),
+        traffic=2 * size,
+        operations=2 * count,
+        torch_call=lambda: logits.sort(-1),
+    )
     yield plain(
-        "sampling_mask", shape, (logits, nucleus, nucleus.argmax(-1), index < 0, ones, 1024), traffic=5 * size,
-        operations=4 * count, torch_call=None,
-    )  # fmt: skip
+        "sampling_mask",
+        shape,
+        (logits, nucleus, nucleus.argmax(-1), index < 0, ones, 1024),
+        traffic=5 * size,
+        operations=4 * count,
+        torch_call=None,
+    )
     yield plain(
-        "penalize", shape, (logits, history, lens // 2, lens, ones * 0.5, ones * 0.5, ones * 1.1), traffic=2 * size,
-        operations=count, torch_call=None,
-    )  # fmt: skip
+        "penalize",
+        shape,
+        (logits, history, lens // 2, lens, ones * 0.5, ones * 0.5, ones * 1.1),
+        traffic=2 * size,
+        operations=count,
+        torch_call=None,
+    )
 
 
 def cases(quick: bool, selected: set[str]) -> Iterator[Case]:
@@ -360,8 +449,18 @@ def measure(case: Case, sets: list[str], threads: int, budget: float, read: floa
     def row(name: str, took: float, rival: float | None) -> Row:
         moved, done = case.traffic / took / 1e9, case.operations / took / 1e9
         ratio = None if rival is None else round(rival / took, 2)
-        return Row(case.op, case.shape, name, threads, round(took * 1e3, 4), round(moved, 2), round(moved / read, 3),
-                   round(done, 1), round(done / compute, 3), ratio)  # fmt: skip
+        return Row(
+            case.op,
+            case.shape,
+            name,
+            threads,
+            round(took * 1e3, 4),
+            round(moved, 2),
+            round(moved / read, 3),
+            round(done, 1),
+            round(done / compute, 3),
+            ratio,
+        )
 
     use_threads(threads)
     rival = None

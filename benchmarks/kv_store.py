@@ -26,9 +26,24 @@ class BenchmarkServer:
 
     def __init__(self, model: str, tokens: int, directory: str, flags: list[str]) -> None:
         command = [
-            sys.executable, "-m", "tokserve", "serve", model, "--port", "0", "--tokens-only", "--load-format", "auto",
-            "--max-model-len", str(tokens + 64), "--kv-offloading-size", "4", "--kv-offloading-dir", directory, *flags,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "tokserve",
+            "serve",
+            model,
+            "--port",
+            "0",
+            "--tokens-only",
+            "--load-format",
+            "auto",
+            "--max-model-len",
+            str(tokens + 64),
+            "--kv-offloading-size",
+            "4",
+            "--kv-offloading-dir",
+            directory,
+            *flags,
+        ]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         began, self.url = time.monotonic(), ""

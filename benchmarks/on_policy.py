@@ -32,20 +32,34 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm2": (
         "llama",
         {
-            "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-            "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "tie_word_embeddings": True,
-            "max_position_embeddings": 8192, "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+            "vocab_size": 49152,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 64,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 8192,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
         },
     ),
     "qwen3-0.6b": (
         "qwen3",
         {
-            "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-            "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
-            "max_position_embeddings": 40960, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+            "vocab_size": 151936,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
         },
     ),
-}  # fmt: skip
+}
 
 
 def sequences(kind: str, vocab: int) -> tuple[list[list[int]], list[int]]:
@@ -142,12 +156,19 @@ def main() -> None:
         torch.stack([row.float().mean() * a for row, a in zip(scored, advantages, strict=True)]).sum().backward()
         both.append(time.perf_counter() - began)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({
-        **vars(options), "forward_s": round(min(forward[1:]), 3),
-        "forward_median_s": round(statistics.median(forward[1:]), 3),
-        "both_s": round(min(both), 3), "both_median_s": round(statistics.median(both), 3),
-        "loaded_MiB": loaded >> 10, "peak_MiB": peak >> 10,
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                **vars(options),
+                "forward_s": round(min(forward[1:]), 3),
+                "forward_median_s": round(statistics.median(forward[1:]), 3),
+                "both_s": round(min(both), 3),
+                "both_median_s": round(statistics.median(both), 3),
+                "loaded_MiB": loaded >> 10,
+                "peak_MiB": peak >> 10,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

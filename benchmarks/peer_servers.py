@@ -42,9 +42,13 @@ class Process:
         self._began = time.perf_counter()
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                command, stdin=pipe or subprocess.DEVNULL, stdout=pipe or file, stderr=file, env=os.environ | env,
+                command,
+                stdin=pipe or subprocess.DEVNULL,
+                stdout=pipe or file,
+                stderr=file,
+                env=os.environ | env,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         self._log = log
 
     def wait_ready(self) -> float:

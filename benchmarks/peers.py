@@ -60,9 +60,14 @@ class Case:
             count=self.count, input_len=self.input_len, output_len=self.output_len, vocab_size=vocab_size, seed=seed
         )
         load = serve.Load(
-            base_url=url, shape=shape, dataset=prompts, max_concurrency=self.concurrency, goodput={},
-            percentiles=(50.0,), progress=False,
-        )  # fmt: skip
+            base_url=url,
+            shape=shape,
+            dataset=prompts,
+            max_concurrency=self.concurrency,
+            goodput={},
+            percentiles=(50.0,),
+            progress=False,
+        )
         row, _ = serve.serve(load)
         if row["failed"]:
             raise SystemExit(f"{self.name}: {row['failed']} requests failed: {row['first_error']}")
@@ -242,8 +247,13 @@ def arguments() -> argparse.Namespace:
     add("--quick", action="store_true", help="one turn")
     add("--kv-gib", type=int, default=2, metavar="N", help="KV cache of the servers in GiB. Default: 2.")
     add("--tokserve-flags", default="", metavar="'FLAGS'", help="more for `tokserve serve`")
-    add("--variant", metavar="'NAME=PYTHON FLAGS'", action="append", default=[],
-        help="another tokserve beside it: of another environment, or with other flags (repeatable)")  # fmt: skip
+    add(
+        "--variant",
+        metavar="'NAME=PYTHON FLAGS'",
+        action="append",
+        default=[],
+        help="another tokserve beside it: of another environment, or with other flags (repeatable)",
+    )
     add("--vllm-flags", default="", metavar="'FLAGS'", help="more for `vllm serve`")
     args = parser.parse_args()
     if bool(args.llama_python) != bool(args.gguf) or not (args.large or args.tiny):

@@ -26,12 +26,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "int4, groups of 64": {"quantization": "int4", "quantization_group_size": 64},
     "int4, groups of 128": {"quantization": "int4", "quantization_group_size": 128},
     "int4, groups of 32, activations int8": {
-        "quantization": "int4", "quantization_group_size": 32, "quantization_activations": "int8",
+        "quantization": "int4",
+        "quantization_group_size": 32,
+        "quantization_activations": "int8",
     },
     "int4, groups of 128, activations int8": {
-        "quantization": "int4", "quantization_group_size": 128, "quantization_activations": "int8",
+        "quantization": "int4",
+        "quantization_group_size": 128,
+        "quantization_activations": "int8",
     },
-}  # fmt: skip
+}
 
 
 def text() -> str:
@@ -47,8 +51,11 @@ class Scores:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         columns = [output.prompt_logprobs for output in outputs]
         self.tokens = np.concatenate([np.asarray(one.token_logprobs, np.float64) for one in columns])
-        self.ids = [dict(zip(i.tolist(), p.tolist(), strict=True)) for one in columns for i, p in
-                    zip(one.top_ids, one.top_logprobs, strict=True)]  # fmt: skip
+        self.ids = [
+            dict(zip(i.tolist(), p.tolist(), strict=True))
+            for one in columns
+            for i, p in zip(one.top_ids, one.top_logprobs, strict=True)
+        ]
 
 
 def divergence(reference: Scores, scores: Scores) -> tuple[float, float]:

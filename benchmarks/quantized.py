@@ -36,9 +36,14 @@ def tokserve_rates(model: str, options: dict[str, Any], rounds: int) -> list[flo
     began = time.perf_counter()
     figures = []
     with LLM(
-        model, tokens_only=True, cpu_threads=THREADS, max_model_len=1280, enable_prefix_caching=False,
-        spec_method="none", **options,
-    ) as llm:  # fmt: skip
+        model,
+        tokens_only=True,
+        cpu_threads=THREADS,
+        max_model_len=1280,
+        enable_prefix_caching=False,
+        spec_method="none",
+        **options,
+    ) as llm:
         print(f"  started in {time.perf_counter() - began:.1f} s", flush=True)
         for requests, length, steps in CASES:
             prompts = [tokens(length, seed) for seed in range(requests)]
@@ -62,8 +67,11 @@ def llama(python: str, model: str) -> list[float]:
     """The same by llama.cpp."""
     worker = subprocess.Popen(
         [python, str(Path(__file__).parent / "llama_worker.py"), model, "--threads", str(THREADS)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     assert worker.stdin is not None and worker.stdout is not None
     worker.stdout.readline()
     figures = []

@@ -20,8 +20,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from tokserve.checkpoint import DEMO_DIR
 
-NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-         "head_dim", "vocab_size")  # fmt: skip
+NAMES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
 SIZES = {
     "tiny": (256, 768, 4, 8, 4, 32, 4096),
     "0.6b": (1024, 3072, 28, 16, 8, 128, 151936),
@@ -34,20 +41,30 @@ SIZES = {
 OPTIONS: dict[str, dict[str, Any]] = {  # by model type
     "qwen3": {"tie_word_embeddings": True, "max_position_embeddings": 40960},
     "qwen3_moe": {
-        "tie_word_embeddings": False, "max_position_embeddings": 40960, "num_experts": 128, "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 40960,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
     },
     "gpt_oss": {
-        "tie_word_embeddings": False, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
+        "tie_word_embeddings": False,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
         "attention_bias": True,
     },
-}  # fmt: skip
+}
 MXFP4 = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": [
-        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
     ],
-}  # fmt: skip
+}
 
 
 def model_type(size: str) -> str:

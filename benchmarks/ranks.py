@@ -53,9 +53,17 @@ def measure(model: str, size: int, threads: int, dtype: str) -> dict[str, Any]:
     """All figures of one size."""
     began = time.perf_counter()
     with LLM(
-        model, tensor_parallel_size=size, cpu_threads=threads, dtype=dtype, tokens_only=True, max_model_len=2048,
-        max_num_seqs=max(ROWS), enable_prefix_caching=False, spec_method="none", log_level="warning",
-    ) as llm:  # fmt: skip
+        model,
+        tensor_parallel_size=size,
+        cpu_threads=threads,
+        dtype=dtype,
+        tokens_only=True,
+        max_model_len=2048,
+        max_num_seqs=max(ROWS),
+        enable_prefix_caching=False,
+        spec_method="none",
+        log_level="warning",
+    ) as llm:
         figures: dict[str, Any] = {"ranks": size, "threads": threads, "start_s": round(time.perf_counter() - began, 1)}
         for rows in ROWS:
             decode_ms(llm, rows)  # warm

@@ -64,9 +64,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="each number of engines is measured so often, in turns")
     options, flags = parser.parse_known_args()
     load = [
-        "--max-concurrency", str(options.concurrency), "--num-prompts", str(options.num_prompts),
-        "--input-len", str(options.input_len), "--output-len", str(options.output_len), "--warmup", "4",
-    ]  # fmt: skip
+        "--max-concurrency",
+        str(options.concurrency),
+        "--num-prompts",
+        str(options.num_prompts),
+        "--input-len",
+        str(options.input_len),
+        "--output-len",
+        str(options.output_len),
+        "--warmup",
+        "4",
+    ]
     for _ in range(options.rounds):
         for engines in options.engines:
             print(json.dumps(measure(options.model, engines, load, flags)), flush=True)

@@ -125,9 +125,11 @@ def simulate(traffic: Sequence[Arrival], policy: str, make_engines: list[Simulat
         hits, total = hits + num_cached, total + len(arrival.prompt)
     waits.sort()
     return {
-        "hit_rate": hits / total, "ttft_mean": sum(waits) / len(waits), "ttft_p99": waits[int(0.99 * (len(waits) - 1))],
+        "hit_rate": hits / total,
+        "ttft_mean": sum(waits) / len(waits),
+        "ttft_p99": waits[int(0.99 * (len(waits) - 1))],
         "busiest": max(engine.served for engine in engines) / len(traffic),
-    }  # fmt: skip
+    }
 
 
 def _request(prompt: Sequence[int]) -> Any:
@@ -150,8 +152,11 @@ async def send(traffic: Sequence[Arrival], router: str, model: str, sglang: bool
             await asyncio.sleep(arrival.at - (time.monotonic() - began))
             path = "/generate" if sglang else "/v1/completions"
             body: dict[str, Any] = {
-                "model": model, "prompt": arrival.prompt, "max_tokens": arrival.output, "temperature": 0
-            }  # fmt: skip
+                "model": model,
+                "prompt": arrival.prompt,
+                "max_tokens": arrival.output,
+                "temperature": 0,
+            }
             if sglang:
                 params = {"max_new_tokens": arrival.output, "temperature": 0}
                 body = {"input_ids": arrival.prompt, "sampling_params": params}
@@ -209,8 +214,10 @@ def main() -> None:
     for policy in POLICIES:
         engines = [SimulatedEngine(args.blocks, args.prefill, args.decode) for _ in range(args.engines)]
         result = simulate(traffic, policy, engines)
-        print(f"{policy:12} hit rate {result['hit_rate']:6.1%}  first token {result['ttft_mean'] * 1e3:8.1f} ms mean, "
-              f"{result['ttft_p99'] * 1e3:8.1f} ms p99  busiest engine {result['busiest']:.1%}")  # fmt: skip
+        print(
+            f"{policy:12} hit rate {result['hit_rate']:6.1%}  first token {result['ttft_mean'] * 1e3:8.1f} ms mean, "
+            f"{result['ttft_p99'] * 1e3:8.1f} ms p99  busiest engine {result['busiest']:.1%}"
+        )
 
 
 if __name__ == "__main__":

@@ -28,9 +28,14 @@ def bodies(count: int, seed: int, *, masks: bool, args: argparse.Namespace) -> l
     encoded = []
     for number in range(count):
         params = {
-            "temperature": args.temperature, "top_p": args.top_p, "max_tokens": OUTPUT, "ignore_eos": True,
-            "seed": number, "logprobs": 0, "return_sampling_mask": masks,
-        }  # fmt: skip
+            "temperature": args.temperature,
+            "top_p": args.top_p,
+            "max_tokens": OUTPUT,
+            "ignore_eos": True,
+            "seed": number,
+            "logprobs": 0,
+            "return_sampling_mask": masks,
+        }
         prompt = [rng.randrange(args.vocab) for _ in range(INPUT)]
         encoded.append(
             json.dumps({"token_ids": prompt, "sampling_params": params, "logprobs_format": args.format}).encode()
@@ -57,8 +62,19 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--format", choices=["arrays", "objects"], default="arrays")
     args = parser.parse_args()
-    command = [sys.executable, "-m", "tokserve", "serve", args.model, "--tokens-only", "--max-model-len", "2048",
-               "--port", "0", "--no-enable-prefix-caching"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "tokserve",
+        "serve",
+        args.model,
+        "--tokens-only",
+        "--max-model-len",
+        "2048",
+        "--port",
+        "0",
+        "--no-enable-prefix-caching",
+    ]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert server.stderr is not None

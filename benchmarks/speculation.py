@@ -26,9 +26,11 @@ from tokserve.protocol.prompt import TokenPrompt, pack_ids
 
 PROMPT = 24  # tokens
 QUESTIONS = (
-    "Why is the sky blue? Explain it to a child.", "Write a short story about a fox and a river.",
-    "List five things to pack for a week in the mountains.", "What is the difference between a list and a tuple?",
-)  # fmt: skip
+    "Why is the sky blue? Explain it to a child.",
+    "Write a short story about a fox and a river.",
+    "List five things to pack for a week in the mountains.",
+    "What is the difference between a list and a tuple?",
+)
 CODE = """def total(items):
     result = 0
     for item in items:
@@ -129,8 +131,9 @@ class Bench:
         steps, draft_steps, drafts, accepted = numbers
         print(
             f"| {name} | {len(requests)} | {off:.1f} | {with_drafts:.1f} | {with_drafts / off:.2f} | {steps} "
-            f"| {drafts} | {accepted} | {1 + accepted / max(1, draft_steps):.2f} |", flush=True,
-        )  # fmt: skip
+            f"| {drafts} | {accepted} | {1 + accepted / max(1, draft_steps):.2f} |",
+            flush=True,
+        )
 
     def random_text(self, clients: int) -> None:
         """S1: nothing is ever accepted."""

@@ -26,32 +26,66 @@ import numpy as np
 from PIL import Image
 
 TEXT = {
-    "model_type": "qwen2_5_vl_text", "vocab_size": 4096, "hidden_size": 2048, "intermediate_size": 11008,
-    "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "hidden_act": "silu",
-    "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "tie_word_embeddings": True, "eos_token_id": None,
+    "model_type": "qwen2_5_vl_text",
+    "vocab_size": 4096,
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "eos_token_id": None,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
-}  # fmt: skip
+}
 TOWER = {
-    "model_type": "qwen2_5_vl", "depth": 8, "hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420,
-    "hidden_act": "silu", "in_channels": 3, "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2,
-    "window_size": 112, "fullatt_block_indexes": [3, 7], "out_hidden_size": 2048,
-}  # fmt: skip
+    "model_type": "qwen2_5_vl",
+    "depth": 8,
+    "hidden_size": 1280,
+    "num_heads": 16,
+    "intermediate_size": 3420,
+    "hidden_act": "silu",
+    "in_channels": 3,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "window_size": 112,
+    "fullatt_block_indexes": [3, 7],
+    "out_hidden_size": 2048,
+}
 PAD, START, END = 4000, 4001, 4002
 PROCESSOR = {
-    "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
-    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
     "size": {"shortest_edge": 3136, "longest_edge": 12845056},
-}  # fmt: skip
+}
 
 
 def make(directory: Path, dtype: str) -> None:
     from tests.tiny_models import write_checkpoint
 
-    write_checkpoint(directory, {
-        "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "dtype": dtype,
-        "image_token_id": PAD, "video_token_id": 4003, "vision_start_token_id": START, "vision_end_token_id": END,
-        "text_config": TEXT, "vision_config": TOWER, "tie_word_embeddings": True,
-    })  # fmt: skip
+    write_checkpoint(
+        directory,
+        {
+            "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+            "model_type": "qwen2_5_vl",
+            "dtype": dtype,
+            "image_token_id": PAD,
+            "video_token_id": 4003,
+            "vision_start_token_id": START,
+            "vision_end_token_id": END,
+            "text_config": TEXT,
+            "vision_config": TOWER,
+            "tie_word_embeddings": True,
+        },
+    )
     (directory / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
 
 
@@ -88,16 +122,33 @@ def transformers_worker(model: str, dtype: str, threads: int) -> None:
         ids = torch.tensor([prompt(count)])
         with torch.inference_mode():
             logits = loaded(
-                input_ids=ids, mm_token_type_ids=(ids == PAD).int(), logits_to_keep=1,
-                pixel_values=inputs["pixel_values"].to(loaded.dtype), image_grid_thw=inputs["image_grid_thw"],
-            ).logits  # fmt: skip
+                input_ids=ids,
+                mm_token_type_ids=(ids == PAD).int(),
+                logits_to_keep=1,
+                pixel_values=inputs["pixel_values"].to(loaded.dtype),
+                image_grid_thw=inputs["image_grid_thw"],
+            ).logits
         token = int(logits[0, -1].argmax())
         print(json.dumps([time.perf_counter() - start, token, count]), flush=True)
 
 
 def serve(model: str, dtype: str, threads: int) -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-m", "tokserve", "serve", model, "--tokens-only", "--port", "0", "--dtype", dtype,
-               "--max-model-len", "8192", "--max-num-batched-tokens", "8192"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "tokserve",
+        "serve",
+        model,
+        "--tokens-only",
+        "--port",
+        "0",
+        "--dtype",
+        dtype,
+        "--max-model-len",
+        "8192",
+        "--max-num-batched-tokens",
+        "8192",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr
@@ -109,8 +160,11 @@ def serve(model: str, dtype: str, threads: int) -> tuple[subprocess.Popen[str], 
 
 def first_token(url: str, content: bytes) -> tuple[float, int]:
     data = "data:image/jpeg;base64," + base64.b64encode(content).decode()
-    body = {"token_ids": prompt(), "content_parts": [{"type": "image_url", "url": data}],
-            "sampling_params": {"max_tokens": 1, "temperature": 0}}  # fmt: skip
+    body = {
+        "token_ids": prompt(),
+        "content_parts": [{"type": "image_url", "url": data}],
+        "sampling_params": {"max_tokens": 1, "temperature": 0},
+    }
     start = time.perf_counter()
     reply = httpx.post(url + "/inference/v1/generate", json=body, timeout=600)
     seconds = time.perf_counter() - start

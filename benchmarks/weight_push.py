@@ -29,12 +29,25 @@ from tokserve.models.registry import decoder_spec
 from tokserve.rl import TokserveClient
 
 CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
-    "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-    "head_dim": 128, "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 4096,
-    "rope_theta": 1000000.0, "tie_word_embeddings": True, "attention_bias": False, "use_sliding_window": False,
-    "eos_token_id": None, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "eos_token_id": None,
+    "torch_dtype": "bfloat16",
+}
 
 
 def tensors(layers: int) -> dict[str, torch.Tensor]:
@@ -85,14 +98,17 @@ async def push(client: TokserveClient, watch: Watch, named: dict[str, torch.Tens
     quiet, busy, commit = watch.gaps(start, began), watch.gaps(began, ended), watch.gaps(ended - 0.2, ended)
     size = sum(t.numel() * t.element_size() for t in named.values())
     row = {
-        "way": name, "GiB": round(size / 2**30, 2), "push_s": round(ended - began, 2),
+        "way": name,
+        "GiB": round(size / 2**30, 2),
+        "push_s": round(ended - began, 2),
         "GiB/s": round(size / 2**30 / (ended - began), 2),
         "gap_before_ms": [round(float(np.percentile(quiet, p)), 1) for p in (50, 100)],
         "gap_during_ms": [round(float(np.percentile(busy, p)), 1) for p in (50, 99, 100)],
         "gap_at_commit_ms": round(float(commit.max()), 1) if len(commit) else None,
-        "rss_before_MiB": round(watch.peak(start, began)), "rss_peak_MiB": round(watch.peak(began, ended + 1)),
+        "rss_before_MiB": round(watch.peak(start, began)),
+        "rss_peak_MiB": round(watch.peak(began, ended + 1)),
         "rss_after_MiB": round(watch.rss[-1][1] / 2**20),
-    }  # fmt: skip
+    }
     print(json.dumps(row), flush=True)
 
 
@@ -101,8 +117,22 @@ async def main(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as directory:
         config = CONFIG | {"num_hidden_layers": args.layers}
         (Path(directory) / "config.json").write_text(json.dumps(config))
-        command = [sys.executable, "-m", "tokserve", "serve", directory, "--tokens-only", "--load-format", "dummy",
-                   "--port", str(args.port), "--max-model-len", "4096", "--max-num-seqs", "4"]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "tokserve",
+            "serve",
+            directory,
+            "--tokens-only",
+            "--load-format",
+            "dummy",
+            "--port",
+            str(args.port),
+            "--max-model-len",
+            "4096",
+            "--max-num-seqs",
+            "4",
+        ]
         server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         url = f"http://127.0.0.1:{args.port}"
         try:

@@ -37,7 +37,7 @@ NAMES = {
     "self_attn.sinks": "attn_sinks",
 }
 GPT_OSS = {"post_attention_layernorm": "post_attention_norm"}
-EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}  # fmt: skip
+EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 

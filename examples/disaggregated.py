@@ -21,9 +21,13 @@ from pathlib import Path
 from typing import Any
 
 ASK = {
-    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
-    "remote_host": None, "remote_port": None,
-}  # fmt: skip
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
 
 
 def post(url: str, body: dict[str, Any]) -> Any:
@@ -35,9 +39,12 @@ def post(url: str, body: dict[str, Any]) -> Any:
 def start(model: str, role: str, key_file: Path) -> tuple[subprocess.Popen[str], str]:
     """A server with this role, once it serves, and its address."""
     config = {
-        "kv_connector": "tcp", "kv_role": role, "kv_port": 0, "kv_load_failure_policy": "recompute",
+        "kv_connector": "tcp",
+        "kv_role": role,
+        "kv_port": 0,
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"key_file": str(key_file)},
-    }  # fmt: skip
+    }
     command = [sys.executable, "-m", "tokserve", "serve", model, "--port", "0", "--kv-transfer-config"]
     process = subprocess.Popen([*command, json.dumps(config)], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None

@@ -120,9 +120,15 @@ class Rollouts:
         chat = [{"role": "user", "content": f"Reverse the word {word}."}]
         prompt = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
         rollouts = await self._client.generate(
-            [prompt], n=self._samples, seeds=[self._rng.getrandbits(32)], max_tokens=LETTERS + 4,
-            temperature=TEMPERATURE, top_p=TOP_P, logprobs_mode="processed", return_sampling_mask=True,
-        )  # fmt: skip
+            [prompt],
+            n=self._samples,
+            seeds=[self._rng.getrandbits(32)],
+            max_tokens=LETTERS + 4,
+            temperature=TEMPERATURE,
+            top_p=TOP_P,
+            logprobs_mode="processed",
+            return_sampling_mask=True,
+        )
         answers = (self._tokenizer.decode(r.token_ids, skip_special_tokens=True) for r in rollouts)
         await self._groups.put(Group(rollouts, torch.tensor([reward(answer, word[::-1]) for answer in answers])))
 
@@ -227,8 +233,9 @@ async def main(options: argparse.Namespace) -> None:
                 print(
                     f"step {step['step']:3}  reward {step['reward']:.3f}  max |logprob difference| "
                     f"{step['mismatch']:.1e}  clipped {step['clipped']:4.0%}  "
-                    f"{step['tokens'] / step['seconds']:5.0f} tokens/s  {step['bytes'] / 1e6:.2f} MB", flush=True,
-                )  # fmt: skip
+                    f"{step['tokens'] / step['seconds']:5.0f} tokens/s  {step['bytes'] / 1e6:.2f} MB",
+                    flush=True,
+                )
                 log.write(json.dumps(step) + "\n")
 
 

@@ -27,9 +27,12 @@ def main() -> None:
     ray.init()  # RAY_ADDRESS, the cluster of this machine, or a new one
     params = {"max_tokens": args.max_tokens, "temperature": 0.7, "seed": 1, "logprobs": 0}
     outputs = generate(
-        ray.data.read_json(args.input, lines=True), args.model, params, replicas=args.replicas,
+        ray.data.read_json(args.input, lines=True),
+        args.model,
+        params,
+        replicas=args.replicas,
         cpu_threads=args.cpu_threads,
-    )  # fmt: skip
+    )
     outputs.write_json(args.output)
 
 

@@ -29,12 +29,14 @@ def main() -> None:
     ray.init()  # RAY_ADDRESS, the cluster of this machine, or a new one
     serve.start(http_options={"host": "127.0.0.1", "port": args.port})
     scaling = {"min_replicas": 1, "max_replicas": args.most, "target_ongoing_requests": 8}
-    application = build({
-        "model": args.model,
-        "cpu_threads": args.cpu_threads,
-        "max_num_seqs": 16,
-        "deployment": {"autoscaling_config": scaling},
-    })  # fmt: skip
+    application = build(
+        {
+            "model": args.model,
+            "cpu_threads": args.cpu_threads,
+            "max_num_seqs": 16,
+            "deployment": {"autoscaling_config": scaling},
+        }
+    )
     serve.run(application)
     print(f"serving on http://127.0.0.1:{args.port}; Ctrl-C ends it", flush=True)
     try:

@@ -86,13 +86,18 @@ async def train(client: TokserveClient, args: argparse.Namespace, *, speculate: 
         optimizer.step()
         await client.update_weights(model.named_parameters(), version=f"{name}-{step + 1}")
         rows.append((float(scores.mean()), float(loss), steps))
-        print(f"step {step:3}  reward {rows[-1][0]:.3f}  mean |logprob difference| {mismatches[-1]:.1e}  "
-              f"loss {rows[-1][1]:.4f}  {steps} engine steps", flush=True)  # fmt: skip
+        print(
+            f"step {step:3}  reward {rows[-1][0]:.3f}  mean |logprob difference| {mismatches[-1]:.1e}  "
+            f"loss {rows[-1][1]:.4f}  {steps} engine steps",
+            flush=True,
+        )
         recent = np.mean([row[0] for row in rows[-3:]])
         if recent > GOAL and not args.speculate:
             break
-    print(f"reward {rows[0][0]:.3f} -> {recent:.3f} in {time.monotonic() - began:.0f} s; "
-          f"mean |server logprob - trainer logprob| {np.mean(mismatches):.1e}")  # fmt: skip
+    print(
+        f"reward {rows[0][0]:.3f} -> {recent:.3f} in {time.monotonic() - began:.0f} s; "
+        f"mean |server logprob - trainer logprob| {np.mean(mismatches):.1e}"
+    )
     return rows
 
 

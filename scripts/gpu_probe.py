@@ -57,9 +57,17 @@ class Shapes:
 
 @triton.jit
 def product_kernel(
-    x_ptr, weight_ptr, out_ptr, rows, outputs, inputs,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, SWAPPED: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    rows,
+    outputs,
+    inputs,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    STEP: tl.constexpr,
+    SWAPPED: tl.constexpr,
+):
     """x [rows, inputs] times weight [outputs, inputs] transposed, in ascending order; SWAPPED: as (weight x^T)^T."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)[:, None]

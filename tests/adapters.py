@@ -54,11 +54,23 @@ def write_adapter(
     directory.mkdir(parents=True, exist_ok=True)
     save_file(stored, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     written = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "bias": "none",
-        "target_modules": list(targets), "modules_to_save": None, "use_dora": False, "use_rslora": False,
-        "lora_dropout": 0.0, "fan_in_fan_out": False, "inference_mode": True, "base_model_name_or_path": str(base),
-        "rank_pattern": {}, "alpha_pattern": {}, "init_lora_weights": True,
-    } | config  # fmt: skip
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": alpha,
+        "bias": "none",
+        "target_modules": list(targets),
+        "modules_to_save": None,
+        "use_dora": False,
+        "use_rslora": False,
+        "lora_dropout": 0.0,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "base_model_name_or_path": str(base),
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "init_lora_weights": True,
+    } | config
     (directory / "adapter_config.json").write_text(json.dumps(written))
     return directory
 

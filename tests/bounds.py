@@ -14,14 +14,29 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 HOME = ROOT / "build" / "bounds"
-TESTING = ("pytest>=8.3", "pytest-timeout>=2.3", "pytest-rerunfailures>=15", "scipy>=1.13", "hypothesis>=6.100",
-           "peft", "openai")  # fmt: skip
+TESTING = (
+    "pytest>=8.3",
+    "pytest-timeout>=2.3",
+    "pytest-rerunfailures>=15",
+    "scipy>=1.13",
+    "hypothesis>=6.100",
+    "peft",
+    "openai",
+)
 TESTS = (
-    "tests/rl", "tests/server/test_tokens.py", "tests/server/test_chat.py", "tests/server/test_openapi.py",
-    "tests/models/test_parity.py", "tests/runner/test_weight_sync.py", "tests/e2e/test_tokens.py",
-    "tests/e2e/test_structured.py", "tests/e2e/test_rl_client.py", "tests/testing", "tests/hf",
+    "tests/rl",
+    "tests/server/test_tokens.py",
+    "tests/server/test_chat.py",
+    "tests/server/test_openapi.py",
+    "tests/models/test_parity.py",
+    "tests/runner/test_weight_sync.py",
+    "tests/e2e/test_tokens.py",
+    "tests/e2e/test_structured.py",
+    "tests/e2e/test_rl_client.py",
+    "tests/testing",
+    "tests/hf",
     "tests/client/test_sampling_params.py",
-)  # fmt: skip
+)
 # transformers 5.6.2, which is the oracle here, computes these differently from later versions
 OTHERS = "not gemma2 and not granite4-no-rope"
 

@@ -11,9 +11,14 @@ import httpx
 
 Schema = dict[str, Any]
 KINDS: dict[str, Any] = {
-    "object": dict, "array": list, "string": str, "boolean": bool, "null": type(None), "integer": int,
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "null": type(None),
+    "integer": int,
     "number": (int, float),
-}  # fmt: skip
+}
 
 
 def check(document: Schema, response: httpx.Response, *, without_bodies: Container[str] = ()) -> None:

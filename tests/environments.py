@@ -9,9 +9,16 @@ import sys
 from pathlib import Path
 
 # No hub, no telemetry, no GPU: what a program needs at run time it finds here.
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
-           "TRL_EXPERIMENTAL_SILENCE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-           "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
 
 
 def environment(requirements: Path, place: Path) -> Path:

@@ -30,13 +30,26 @@ DATA = ROOT / "build" / "coverage" / "data"
 SECONDS = 120  # a test that takes longer fails: the change made something wait for ever
 MAX_TESTS = 400  # of a line, those of the folders that execute it most
 FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
-}  # fmt: skip
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
 OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult,
-    ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr,
-}  # fmt: skip
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.Mult,
+    ast.BitOr: ast.BitAnd,
+    ast.BitAnd: ast.BitOr,
+}
 
 
 class Mutation(NamedTuple):
@@ -143,9 +156,13 @@ def survives(mutation: Mutation, tests: list[str]) -> bool:
     try:
         mutation.path.write_bytes(mutation.applied(source))
         ended = subprocess.run(
-            [*command, f"--timeout={SECONDS}", *tests], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}, timeout=5 * SECONDS,
-        )  # fmt: skip
+            [*command, f"--timeout={SECONDS}", *tests],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+            timeout=5 * SECONDS,
+        )
     except subprocess.TimeoutExpired:  # it waits where no signal reaches it
         return False
     finally:

@@ -62,9 +62,30 @@ VARIABLES = {  # as the name of a variable or a parameter: it names its content
     "wanted": "num_tokens, requested",
 }
 VAGUE = {  # no name of a variable or a function in tests
-    "apart", "asked", "came", "company", "each", "found", "given", "gone", "got", "had", "made", "meant", "mine",
-    "ours", "own", "said", "some", "theirs", "there", "told", "want", "wanted", "whole",
-}  # fmt: skip
+    "apart",
+    "asked",
+    "came",
+    "company",
+    "each",
+    "found",
+    "given",
+    "gone",
+    "got",
+    "had",
+    "made",
+    "meant",
+    "mine",
+    "ours",
+    "own",
+    "said",
+    "some",
+    "theirs",
+    "there",
+    "told",
+    "want",
+    "wanted",
+    "whole",
+}
 PHRASES = {  # in comments, docstrings and messages
     "business": "owned by, decided in",
     "must not know": "(the layering test says it)",

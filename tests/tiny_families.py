@@ -5,12 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 MULTIPLIERS = {  # of Granite
-    "embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 0.9,
-}  # fmt: skip
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 0.9,
+}
 LATENT = {  # attention
-    "num_key_value_heads": 4, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 20, "kv_lora_rank": 32,
-    "q_lora_rank": 40, "head_dim": 8,
-}  # fmt: skip
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 40,
+    "head_dim": 8,
+}
 # family -> (architecture, attributes beyond the common ones)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"attention_bias": False, "mlp_bias": False}),
@@ -333,14 +341,22 @@ _LEARNED = {"num_position_embeddings": 36, "hidden_act": "gelu_pytorch_tanh"}
 # family -> (architecture, family of its text model, mrope_section, attributes of its tower)
 VISION_FAMILIES: dict[str, tuple[str, str, list[int], dict[str, Any]]] = {
     "qwen2_5_vl": (
-        "Qwen2_5_VLForConditionalGeneration", "qwen2", [2, 3, 3],
+        "Qwen2_5_VLForConditionalGeneration",
+        "qwen2",
+        [2, 3, 3],
         {"hidden_act": "silu", "window_size": 32, "fullatt_block_indexes": [1, 3]},
     ),
     "qwen3_vl": (
-        "Qwen3VLForConditionalGeneration", "qwen3", [4, 2, 2], _LEARNED | {"deepstack_visual_indexes": [0, 2]},
+        "Qwen3VLForConditionalGeneration",
+        "qwen3",
+        [4, 2, 2],
+        _LEARNED | {"deepstack_visual_indexes": [0, 2]},
     ),
     "qwen3_vl_moe": (
-        "Qwen3VLMoeForConditionalGeneration", "qwen3_moe", [4, 2, 2], _LEARNED | {"deepstack_visual_indexes": [1]},
+        "Qwen3VLMoeForConditionalGeneration",
+        "qwen3_moe",
+        [4, 2, 2],
+        _LEARNED | {"deepstack_visual_indexes": [1]},
     ),
     "qwen3_5": ("Qwen3_5ForConditionalGeneration", "qwen3_5_text", [2, 1, 1], _LEARNED),
-}  # fmt: skip
+}

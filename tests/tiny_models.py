@@ -53,14 +53,27 @@ def tiny_gemma_vision_config(window: int = 24, **changes: Any) -> dict[str, Any]
     """config.json of a tiny Gemma 3 that reads images, of 16 tokens each; `changes` replace attributes of the tower."""
     inner = tiny_config("gemma3_text", sliding_window=window)
     tower: dict[str, Any] = {
-        "model_type": "siglip_vision_model", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
-        "num_attention_heads": 3, "image_size": 32, "patch_size": 4, "vision_use_head": False,
-    }  # fmt: skip
+        "model_type": "siglip_vision_model",
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 3,
+        "image_size": 32,
+        "patch_size": 4,
+        "vision_use_head": False,
+    }
     return {
-        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "mm_tokens_per_image": 16,
-        "image_token_index": 300, "boi_token_index": 301, "eoi_token_index": 302, "tie_word_embeddings": True,
-        "text_config": inner | {"model_type": "gemma3_text"}, "vision_config": tower | changes, "dtype": "float32",
-    }  # fmt: skip
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "mm_tokens_per_image": 16,
+        "image_token_index": 300,
+        "boi_token_index": 301,
+        "eoi_token_index": 302,
+        "tie_word_embeddings": True,
+        "text_config": inner | {"model_type": "gemma3_text"},
+        "vision_config": tower | changes,
+        "dtype": "float32",
+    }
 
 
 def tiny_vision_config(family: str, **changes: Any) -> dict[str, Any]:
@@ -72,16 +85,29 @@ def tiny_vision_config(family: str, **changes: Any) -> dict[str, Any]:
         rope["partial_rotary_factor"] = 2 * sum(sections) / inner["head_dim"]
     inner |= {"rope_parameters": rope | ({} if family == "qwen2_5_vl" else {"mrope_interleaved": True})}
     common: dict[str, Any] = {
-        "depth": 4, "hidden_size": 48, "num_heads": 3, "intermediate_size": 80, "in_channels": 3, "patch_size": 8,
-        "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": inner["hidden_size"],
+        "depth": 4,
+        "hidden_size": 48,
+        "num_heads": 3,
+        "intermediate_size": 80,
+        "in_channels": 3,
+        "patch_size": 8,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "out_hidden_size": inner["hidden_size"],
         "model_type": family,
-    }  # fmt: skip
+    }
     return {
-        "architectures": [architecture], "model_type": family, "tie_word_embeddings": inner["tie_word_embeddings"],
-        "image_token_id": 300, "video_token_id": 301, "vision_start_token_id": 302, "vision_end_token_id": 303,
-        "text_config": inner | {"model_type": f"{family}_text"}, "vision_config": common | tower | changes,
+        "architectures": [architecture],
+        "model_type": family,
+        "tie_word_embeddings": inner["tie_word_embeddings"],
+        "image_token_id": 300,
+        "video_token_id": 301,
+        "vision_start_token_id": 302,
+        "vision_end_token_id": 303,
+        "text_config": inner | {"model_type": f"{family}_text"},
+        "vision_config": common | tower | changes,
         "dtype": "float32",
-    }  # fmt: skip
+    }
 
 
 def write_checkpoint(directory: Path, hf: Mapping[str, Any], *, seed: int = 0, shards: int = 1) -> Path:

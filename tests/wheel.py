@@ -12,9 +12,15 @@ import tokserve
 from tokserve import _C, LLM, SamplingParams
 
 ELSEWHERE = {  # ops of cards
-    "accept_library", "advance_step", "attention_work", "edit_rows", "prepare_step", "pack_linear_float8",
-    "pack_scaled_float8", "linear_float8",
-}  # fmt: skip
+    "accept_library",
+    "advance_step",
+    "attention_work",
+    "edit_rows",
+    "prepare_step",
+    "pack_linear_float8",
+    "pack_scaled_float8",
+    "linear_float8",
+}
 QUESTION = [{"role": "user", "content": "What is 47 + 38?"}]
 
 

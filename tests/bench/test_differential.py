@@ -34,12 +34,14 @@ def test_a_stream_is_joined_to_what_would_have_come_at_once() -> None:
     ]
     reply = joined("".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
     assert reply == {
-        "object": "x", "done": True, "usage": {"total_tokens": 9},
+        "object": "x",
+        "done": True,
+        "usage": {"total_tokens": 9},
         "choices": [
             {"index": 0, "content": "c", "logprobs": {"content": [1, 2, 3]}, "finish_reason": "length"},
             {"index": 1, "role": "assistant", "content": "ab", "finish_reason": "stop"},
         ],
-    }  # fmt: skip
+    }
     assert not joined('data: {"error": {"message": "m"}}\n\n')["done"]
 
 
@@ -53,10 +55,13 @@ def test_a_stream_is_joined_to_what_would_have_come_at_once() -> None:
         ({"a": 1.0}, {"a": 1.1}, [("$.a", "value")]),
         ({"a": [1]}, {"a": [1, 2]}, [("$.a", "length")]),
         ({"a": [{"b": "1"}]}, {"a": [{"b": 1}]}, [("$.a[].b", "str, int")]),
-        ({"top_logprobs": [{"x": 1}]}, {"top_logprobs": [{"y": 1}]},
-         [("$.top_logprobs[].<token>", "only first"), ("$.top_logprobs[].<token>", "only second")]),
+        (
+            {"top_logprobs": [{"x": 1}]},
+            {"top_logprobs": [{"y": 1}]},
+            [("$.top_logprobs[].<token>", "only first"), ("$.top_logprobs[].<token>", "only second")],
+        ),
     ],
-)  # fmt: skip
+)
 def test_differences(first: Any, second: Any, actual: list[tuple[str, str]]) -> None:
     assert list(differences(first, second, frozenset({"id"}))) == actual
 

@@ -15,8 +15,24 @@ from tokserve.cli.main import main
 @pytest.mark.parametrize("flags", [["--turns", "2"], ["--n", "2", "--no-stream", "--logprobs", "1"]])
 def test_backend(demo: Server, backend: str, flags: list[str], tmp_path: Path) -> None:
     out = tmp_path / "r.json"
-    command = ["bench", "serve", "--base-url", demo.url, "--backend", backend, "--num-prompts", "4", "--input-len", "9",
-               "--output-len", "5", "--no-progress", "--result-json", str(out), *flags]  # fmt: skip
+    command = [
+        "bench",
+        "serve",
+        "--base-url",
+        demo.url,
+        "--backend",
+        backend,
+        "--num-prompts",
+        "4",
+        "--input-len",
+        "9",
+        "--output-len",
+        "5",
+        "--no-progress",
+        "--result-json",
+        str(out),
+        *flags,
+    ]
     with pytest.raises(SystemExit) as end:
         main(command)
     row = json.loads(out.read_text())
@@ -30,9 +46,30 @@ def test_backend(demo: Server, backend: str, flags: list[str], tmp_path: Path) -
 def test_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "r.json"
     with pytest.raises(SystemExit) as end:
-        main(["bench", "offline", "demo", "--num-prompts", "3", "--input-len", "8", "--output-len", "4",
-              "--no-progress", "--latency-iters", "2", "--max-num-seqs", "2", "--api-key", "k", "--admin-api-key", "a",
-              "--result-json", str(out)])  # fmt: skip
+        main(
+            [
+                "bench",
+                "offline",
+                "demo",
+                "--num-prompts",
+                "3",
+                "--input-len",
+                "8",
+                "--output-len",
+                "4",
+                "--no-progress",
+                "--latency-iters",
+                "2",
+                "--max-num-seqs",
+                "2",
+                "--api-key",
+                "k",
+                "--admin-api-key",
+                "a",
+                "--result-json",
+                str(out),
+            ]
+        )
     row = json.loads(out.read_text())
     assert end.value.code == 0 and row["total_output_tokens"] == 12 and row["total_input_tokens"] == 24
     assert row["engine_options"] == {"max_num_seqs": 2} and row["mean_latency_ms"] > 0

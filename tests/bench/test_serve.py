@@ -80,8 +80,10 @@ def test_counts_and_keys() -> None:
     assert len(server.requests) == 7 and {h["Authorization"] for h in server.headers} == {"Bearer k"}
     body = server.requests[-1][1]
     assert body["model"] == "scripted" and body["sampling_params"] == {
-        "max_tokens": 4, "temperature": 0.0, "ignore_eos": True,
-    }  # fmt: skip
+        "max_tokens": 4,
+        "temperature": 0.0,
+        "ignore_eos": True,
+    }
     prompts = [tuple(b["token_ids"]) for _, b in server.requests]
     assert len(set(prompts)) == 7, "warming up must not fill the cache with measured prompts"
 
@@ -178,9 +180,31 @@ def test_command_writes_json_and_a_table(tmp_path: Path, capsys: pytest.CaptureF
     rows.write_text('{"prompt": [1, 2, 3], "output_len": 2}\n{"prompt": [4], "extra": 1}\n')
     out = tmp_path / "r.json"
     with scripted(tokens) as server, pytest.raises(SystemExit) as end:
-        main(["bench", "serve", "--base-url", server.url, "--dataset", "jsonl", "--dataset-path", str(rows),
-              "--num-prompts", "4", "--output-len", "5", "--warmup", "0", "--percentiles", "99.9", "--no-progress",
-              "--goodput", "e2el:1e-9", "--result-json", str(out)])  # fmt: skip
+        main(
+            [
+                "bench",
+                "serve",
+                "--base-url",
+                server.url,
+                "--dataset",
+                "jsonl",
+                "--dataset-path",
+                str(rows),
+                "--num-prompts",
+                "4",
+                "--output-len",
+                "5",
+                "--warmup",
+                "0",
+                "--percentiles",
+                "99.9",
+                "--no-progress",
+                "--goodput",
+                "e2el:1e-9",
+                "--result-json",
+                str(out),
+            ]
+        )
     row = json.loads(out.read_text())
     assert end.value.code == 0 and row["total_output_tokens"] == 14 and row["total_input_tokens"] == 8
     assert row["request_goodput"] == 0.0 and "p99.9_ttft_ms" in row
@@ -189,12 +213,23 @@ def test_command_writes_json_and_a_table(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize(
     "flags",
-    [["--n", "2", "--temperature", "0"], ["--goodput", "itl:3"], ["--request-rate", "0"], ["--dataset", "jsonl"],
-     ["--no-stream", "--goodput", "ttft:3"], ["--percentiles", "101"], ["--result-json", "/no/such/x.json"],
-     ["--base-url", "localhost:8000"], ["--result-json", "/"], ["--request-timeout", "0"],
-     ["--request-timeout", "inf"], ["--temperature", "nan"],
-     ["--save-detailed", "--no-progress"], []],
-)  # fmt: skip
+    [
+        ["--n", "2", "--temperature", "0"],
+        ["--goodput", "itl:3"],
+        ["--request-rate", "0"],
+        ["--dataset", "jsonl"],
+        ["--no-stream", "--goodput", "ttft:3"],
+        ["--percentiles", "101"],
+        ["--result-json", "/no/such/x.json"],
+        ["--base-url", "localhost:8000"],
+        ["--result-json", "/"],
+        ["--request-timeout", "0"],
+        ["--request-timeout", "inf"],
+        ["--temperature", "nan"],
+        ["--save-detailed", "--no-progress"],
+        [],
+    ],
+)
 def test_a_benchmark_that_cannot_run_is_refused_before_it_starts(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,8 +281,24 @@ def test_what_the_chat_template_shares_is_no_repeated_prompt(
     repeated: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with scripted(template_hits(repeated)) as server, pytest.raises(SystemExit) as end:
-        main(["bench", "serve", "--base-url", server.url + "/v1", "--backend", "openai-chat", "--num-prompts", "3",
-              "--input-len", "40", "--no-stream", "--no-progress", "--warmup", "0"])  # fmt: skip
+        main(
+            [
+                "bench",
+                "serve",
+                "--base-url",
+                server.url + "/v1",
+                "--backend",
+                "openai-chat",
+                "--num-prompts",
+                "3",
+                "--input-len",
+                "40",
+                "--no-stream",
+                "--no-progress",
+                "--warmup",
+                "0",
+            ]
+        )
     shown = capsys.readouterr().out
     assert end.value.code == 0 and "48 of them the chat template's" in shown
     assert ("note: 3 prompts" in shown) == repeated and len(server.requests) == 4

@@ -23,9 +23,12 @@ VOCAB, EOS, CONTEXT, FLOOR = 288, 287, 512, -9999.0
 COMMON = (64, 65, 68, 72, 77, 82, 83, 220, 198, 15, 16, 240, 159, 286, EOS)  # ids that outputs have
 STOPS = ["e", "al", "an", "5", " ", "n", "\ufffd", "\n", "<|im_end|>", "é", "ing"]
 FORMS: list[dict[str, Any]] = [
-    {"regex": "[ab]{2,9}c"}, {"choice": ["été", "hiver"]}, {"grammar": 'start: "(" start ")" | "x"'},
-    {"json": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3}}, {"json_object": True},
-]  # fmt: skip
+    {"regex": "[ab]{2,9}c"},
+    {"choice": ["été", "hiver"]},
+    {"grammar": 'start: "(" start ")" | "x"'},
+    {"json": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3}},
+    {"json_object": True},
+]
 Body = dict[str, Any]
 
 
@@ -54,37 +57,52 @@ def parameters(rng: random.Random) -> dict[str, Any]:
     """Sampling parameters of all sorts, with a seed."""
     most = rng.choice([1, 2, 5, 15, 16, 17, 33, 64, 100])
     options: list[tuple[float, dict[str, Any]]] = [
-        (0.25, {"top_k": rng.choice([-1, 1, 2, 20, 1000])}), (0.25, {"top_p": rng.choice([1e-9, 0.5, 0.95, 1.0])}),
-        (0.2, {"min_p": rng.choice([0.001, 0.3, 1.0])}), (0.2, {"presence_penalty": rng.choice([-2.0, 0.3, 2.0])}),
+        (0.25, {"top_k": rng.choice([-1, 1, 2, 20, 1000])}),
+        (0.25, {"top_p": rng.choice([1e-9, 0.5, 0.95, 1.0])}),
+        (0.2, {"min_p": rng.choice([0.001, 0.3, 1.0])}),
+        (0.2, {"presence_penalty": rng.choice([-2.0, 0.3, 2.0])}),
         (0.2, {"frequency_penalty": rng.choice([-2.0, 0.3, 2.0])}),
         (0.2, {"repetition_penalty": rng.choice([0.01, 0.9, 1.3, 100.0])}),
         (0.2, {"logit_bias": {str(id_): rng.choice([-100.0, 4.0, 300.0, 1e30]) for id_ in ids(rng, 5)}}),
-        (0.15, {"allowed_token_ids": ids(rng, 60)}), (0.15, {"bad_token_ids": ids(rng, 20)}),
-        (0.15, {"bad_token_sequences": [ids(rng, 3) for _ in range(4)]}), (0.25, {"stop_token_ids": ids(rng, 5)}),
-        (0.2, {"stop_token_sequences": [ids(rng, 3) for _ in range(4)]}), (0.35, {"ignore_eos": True}),
+        (0.15, {"allowed_token_ids": ids(rng, 60)}),
+        (0.15, {"bad_token_ids": ids(rng, 20)}),
+        (0.15, {"bad_token_sequences": [ids(rng, 3) for _ in range(4)]}),
+        (0.25, {"stop_token_ids": ids(rng, 5)}),
+        (0.2, {"stop_token_sequences": [ids(rng, 3) for _ in range(4)]}),
+        (0.35, {"ignore_eos": True}),
         (0.15, {"repetition_detection": {"max_pattern_size": rng.randrange(1, 9), "min_count": rng.choice([2, 4])}}),
-        (0.25, {"min_tokens": rng.randrange(most + 1)}), (0.6, {"logprobs": rng.choice([0, 0, 1, 3, 20, -1])}),
-        (0.2, {"logprob_token_ids": ids(rng, 9)}), (0.25, {"stop": rng.sample(STOPS, 3)}),
-        (0.1, {"bad_words": ["n", " a"]}), (0.2, {"include_stop_str_in_output": True}),
-        (0.2, {"skip_special_tokens": False}), (0.15, {"structured_outputs": rng.choice(FORMS)}),
-    ]  # fmt: skip
+        (0.25, {"min_tokens": rng.randrange(most + 1)}),
+        (0.6, {"logprobs": rng.choice([0, 0, 1, 3, 20, -1])}),
+        (0.2, {"logprob_token_ids": ids(rng, 9)}),
+        (0.25, {"stop": rng.sample(STOPS, 3)}),
+        (0.1, {"bad_words": ["n", " a"]}),
+        (0.2, {"include_stop_str_in_output": True}),
+        (0.2, {"skip_special_tokens": False}),
+        (0.15, {"structured_outputs": rng.choice(FORMS)}),
+    ]
     chosen = {name: value for share, entry in options if rng.random() < share for name, value in entry.items()}
     return chosen | {
-        "temperature": rng.choice([0.0, 0.0, 1e-30, 0.001, 0.7, 1.0, 1.0, 2.0]), "max_tokens": most,
+        "temperature": rng.choice([0.0, 0.0, 1e-30, 0.001, 0.7, 1.0, 1.0, 2.0]),
+        "max_tokens": most,
         "seed": rng.choice([0, 7, -(2**63), 2**63 - 9, rng.randrange(2**40)]),
         "logprobs_mode": rng.choice(["raw", "temperature", "processed"]),
-    }  # fmt: skip
+    }
 
 
 def way(rng: random.Random, requested: Body) -> dict[str, Any]:
     """How a request is sent: fields of the body, and the formats `sent` and `back` of request and reply."""
     chosen: dict[str, Any] = {
-        "logprobs_format": rng.choice(["objects", "arrays", "base64"]), "stream": rng.random() < 0.45,
-        "output_mode": rng.choice(["tokens", "text"]), "return_token_ids": rng.random() < 0.3,
-        "cache_salt": rng.choice([None, None, "s", "t"]), "priority": rng.choice([0, -5, 3, 2**40]),
-        "group_id": rng.choice([None, "g"]), "deadline_ms": rng.choice([None, 10**8]),
-        "sent": rng.choice(["json", "json", "msgpack", "bytes"]), "n": 1,
-    }  # fmt: skip
+        "logprobs_format": rng.choice(["objects", "arrays", "base64"]),
+        "stream": rng.random() < 0.45,
+        "output_mode": rng.choice(["tokens", "text"]),
+        "return_token_ids": rng.random() < 0.3,
+        "cache_salt": rng.choice([None, None, "s", "t"]),
+        "priority": rng.choice([0, -5, 3, 2**40]),
+        "group_id": rng.choice([None, "g"]),
+        "deadline_ms": rng.choice([None, 10**8]),
+        "sent": rng.choice(["json", "json", "msgpack", "bytes"]),
+        "n": 1,
+    }
     chosen["back"] = "json" if chosen["stream"] or rng.random() < 0.6 else "msgpack"
     if requested["sampling_params"]["temperature"] > 0 and rng.random() < 0.35:
         chosen["n"] = rng.choice([2, 3, 5])
@@ -158,8 +176,10 @@ def answer(reply: Any, requested: Body, index: int = 0) -> tuple[Any, ...]:
     scores = reply.get("prompt_logprobs")
     if isinstance(scores, list):
         entries = [[(int(id_), score) for id_, score in entry.items()] for entry in scores if entry]
-        scores = [(sampled["logprob"], sampled["rank"], [(id_, score["logprob"]) for id_, score in others])
-                  for (_, sampled), *others in entries]  # fmt: skip
+        scores = [
+            (sampled["logprob"], sampled["rank"], [(id_, score["logprob"]) for id_, score in others])
+            for (_, sampled), *others in entries
+        ]
     elif scores is not None:
         scores = rows(scores, requested["token_ids"][scores["start"] :])
     return tokens, choice["finish_reason"], choice["stop_reason"], choice["stop_detail"]["kind"], actual, scores

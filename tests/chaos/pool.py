@@ -7,10 +7,20 @@ from typing import Any
 
 POOL = 120  # different requests
 BAD: tuple[Any, ...] = (
-    b"", b"{", b"[]", b"null", b'{"token_ids": []}', b'{"token_ids": [1, -5]}', b'{"token_ids": "x"}', b"\xff\xfe",
-    b'{"token_ids": [5], "sampling_params": {"temperature": -1}}', b'{"token_ids": [5], "nonsense": 1}',
-    b'{"token_ids": [999999999]}', b"[" * 5000, b" " * ((1 << 20) + 1),
-)  # fmt: skip
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'{"token_ids": []}',
+    b'{"token_ids": [1, -5]}',
+    b'{"token_ids": "x"}',
+    b"\xff\xfe",
+    b'{"token_ids": [5], "sampling_params": {"temperature": -1}}',
+    b'{"token_ids": [5], "nonsense": 1}',
+    b'{"token_ids": [999999999]}',
+    b"[" * 5000,
+    b" " * ((1 << 20) + 1),
+)
 Answer = tuple[list[int], list[float]]
 
 
@@ -21,9 +31,12 @@ def request(i: int) -> dict[str, Any]:
     if i % 3 == 0:
         prompt = list(range(5, 70)) + prompt
     params = {
-        "max_tokens": rng.randrange(1, 120), "temperature": rng.choice([0.0, 0.7, 1.0]), "seed": i, "logprobs": 0,
+        "max_tokens": rng.randrange(1, 120),
+        "temperature": rng.choice([0.0, 0.7, 1.0]),
+        "seed": i,
+        "logprobs": 0,
         "ignore_eos": rng.random() < 0.7,
-    }  # fmt: skip
+    }
     return {"token_ids": prompt, "sampling_params": params, "logprobs_format": "arrays"}
 
 

@@ -32,9 +32,19 @@ from tests.e2e.test_soak import more_files
 
 WORKERS = 16
 FLAGS = (
-    "--max-num-seqs", "8", "--max-queued-requests", "4", "--kv-cache-memory-bytes", "2M", "--restart-engine", "10000",
-    "--step-timeout", "12", "--max-body-mb", "1",
-)  # fmt: skip
+    "--max-num-seqs",
+    "8",
+    "--max-queued-requests",
+    "4",
+    "--kv-cache-memory-bytes",
+    "2M",
+    "--restart-engine",
+    "10000",
+    "--step-timeout",
+    "12",
+    "--max-body-mb",
+    "1",
+)
 STATES = ("ready", "restarting", "hung", "pausing", "paused", "updating", "sleeping")  # of /ready
 LOST_RANK = re.compile(r"rank \d+ |gloo|Connection (closed|reset) by peer|Broken pipe")  # the error of the other ranks
 GENERATE = "/inference/v1/generate"
@@ -79,8 +89,13 @@ class Scene:
 
     async def _work(self) -> None:
         ways = [
-            *[self._not_streamed] * 2, *[self._streamed] * 2, self._left, self._aborted, self._late, self._bad,
-        ]  # fmt: skip
+            *[self._not_streamed] * 2,
+            *[self._streamed] * 2,
+            self._left,
+            self._aborted,
+            self._late,
+            self._bad,
+        ]
         while time.monotonic() < self._end:
             i, began = self._rng.randrange(POOL), time.monotonic()
             try:
@@ -237,9 +252,13 @@ class Processes:
     def flags(self) -> tuple[str, ...]:
         """Options of the command."""
         return (
-            "--api-server-count", str(self.api_servers), "-dp", str(self.data_parallel), "-tp",
+            "--api-server-count",
+            str(self.api_servers),
+            "-dp",
+            str(self.data_parallel),
+            "-tp",
             str(self.tensor_parallel),
-        )  # fmt: skip
+        )
 
 
 def play(seconds: float, seed: int, processes: Processes = Processes()) -> Scene:
@@ -316,8 +335,10 @@ def main() -> None:
     for what, count in [*scene.ends.most_common(), *sorted(scene.trouble.items())]:
         print(f"{what:24} {count}")
     first, last = thirds(scene)
-    print(f"server: RSS at most {first[0] >> 20} MiB, {first[1]} files in the first third; "
-          f"{last[0] >> 20} MiB, {last[1]} files in the last")  # fmt: skip
+    print(
+        f"server: RSS at most {first[0] >> 20} MiB, {first[1]} files in the first third; "
+        f"{last[0] >> 20} MiB, {last[1]} files in the last"
+    )
     if options.csv:
         head = "seconds,server_rss,server_files,engine_rss,engine_files,requests\n"
         options.csv.write_text(head + "".join(",".join(map(str, row)) + "\n" for row in scene.curves))

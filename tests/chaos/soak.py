@@ -134,10 +134,17 @@ def block(soak: Soak, begin: float, end: float) -> Block:
     held = [sample for sample in soak.samples if begin <= sample.at < end]
     first, last = [1e3 * request.first for request in requested], [1e3 * request.last for request in requested]
     return Block(
-        begin, len(requested), percentile(first, 0.5), percentile(first, 0.99), percentile(last, 0.5),
-        percentile(last, 0.99), fmean(sample.server for sample in held), fmean(sample.engine for sample in held),
-        max(sample.server_files for sample in held), max(sample.engine_files for sample in held),
-    )  # fmt: skip
+        begin,
+        len(requested),
+        percentile(first, 0.5),
+        percentile(first, 0.99),
+        percentile(last, 0.5),
+        percentile(last, 0.99),
+        fmean(sample.server for sample in held),
+        fmean(sample.engine for sample in held),
+        max(sample.server_files for sample in held),
+        max(sample.engine_files for sample in held),
+    )
 
 
 def blocks(soak: Soak, seconds: float, count: int) -> list[Block]:
@@ -162,8 +169,10 @@ def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float
 
 def report(soak: Soak, seconds: float) -> list[str]:
     """A table in Markdown, and how memory grows."""
-    rows = ["| minutes | requests | first token p50, p99, ms | whole p50, p99, ms | RSS server, engine, MiB | files |",
-            "|---|---|---|---|---|---|"]  # fmt: skip
+    rows = [
+        "| minutes | requests | first token p50, p99, ms | whole p50, p99, ms | RSS server, engine, MiB | files |",
+        "|---|---|---|---|---|---|",
+    ]
     rows += [
         f"| from {row.begin / 60:g} | {row.requests} | {row.first_p50:.1f}, {row.first_p99:.1f} | "
         f"{row.last_p50:.0f}, {row.last_p99:.0f} | {row.server / (1 << 20):.1f}, {row.engine / (1 << 20):.1f} | "

@@ -40,9 +40,13 @@ OPTIONS_OF_TWO = [
 ]
 SERVERS = [*(((), options) for options in OPTIONS), *((TWO, options) for options in OPTIONS_OF_TWO)]
 TROUBLE = [
-    ["/pause?mode=keep&clear_cache=false", "/resume"], ["/pause?mode=keep", "/resume"], ["/reset_prefix_cache"],
-    ["/sleep?level=1&mode=keep", "/wake_up"], ["/update_weights"], ["/release_kv_cache_memory", "/wake_up"],
-]  # fmt: skip
+    ["/pause?mode=keep&clear_cache=false", "/resume"],
+    ["/pause?mode=keep", "/resume"],
+    ["/reset_prefix_cache"],
+    ["/sleep?level=1&mode=keep", "/wake_up"],
+    ["/update_weights"],
+    ["/release_kv_cache_memory", "/wake_up"],
+]
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ from tokserve.cli.main import main
         ("--verzion", "tokserve: error: unknown option --verzion; did you mean --version?"),
         ("sevre demo", "invalid choice: 'sevre' (choose from "),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_command_line_has_an_error_of_two_lines(
     words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,19 +99,31 @@ def values(words: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("X --max-model-len -1", {"model": "X"}),
         ("X --dtype half --log-level INFO", {"model": "X", "dtype": "float16", "log_level": "info"}),
         ("X -q awq_marlin -asc 2", {"model": "X", "quantization": "awq", "api_server_count": 2}),
-        ("X -tp=2 -dp 3 -O3", {"model": "X", "tensor_parallel_size": 2, "data_parallel_size": 3,
-                               "optimization_level": "3"}),
-        ("X --swap-space 4 --no-enable-chunked-prefill", {"model": "X", "swap_space": "4",
-                                                          "enable_chunked_prefill": False}),
-        ("X --hf-overrides.rope_theta 5 --hf_overrides.rope_parameters.rope_type=yarn",
-         {"model": "X", "hf_overrides": {"rope_theta": 5, "rope_parameters": {"rope_type": "yarn"}}}),
+        (
+            "X -tp=2 -dp 3 -O3",
+            {"model": "X", "tensor_parallel_size": 2, "data_parallel_size": 3, "optimization_level": "3"},
+        ),
+        (
+            "X --swap-space 4 --no-enable-chunked-prefill",
+            {"model": "X", "swap_space": "4", "enable_chunked_prefill": False},
+        ),
+        (
+            "X --hf-overrides.rope_theta 5 --hf_overrides.rope_parameters.rope_type=yarn",
+            {"model": "X", "hf_overrides": {"rope_theta": 5, "rope_parameters": {"rope_type": "yarn"}}},
+        ),
         ("X --lora-module a=b --max-model=5", {"model": "X", "lora_modules": ["a=b"], "max_model_len": 5}),
         ("X --chat-template a_b.jinja", {"model": "X", "chat_template": "a_b.jinja"}),
-        ("X --structured-outputs-config.backend xgrammar --moe-backend triton --cudagraph-capture-sizes 1 2",
-         {"model": "X", "structured_outputs_config": '{"backend": "xgrammar"}', "moe_backend": "triton",
-          "cudagraph_capture_sizes": ["1", "2"]}),
+        (
+            "X --structured-outputs-config.backend xgrammar --moe-backend triton --cudagraph-capture-sizes 1 2",
+            {
+                "model": "X",
+                "structured_outputs_config": '{"backend": "xgrammar"}',
+                "moe_backend": "triton",
+                "cudagraph_capture_sizes": ["1", "2"],
+            },
+        ),
     ],
-)  # fmt: skip
+)
 def test_spellings_of_vllm(words: str, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert values(words.split(), monkeypatch) == expected
 
@@ -124,10 +136,17 @@ def test_a_file_of_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "uvicorn-log-level: info\nseed: null\n"
     )
     expected = {
-        "model": "X", "port": 8001, "max_model_len": 4000, "served_model_name": ["a", "b"],
-        "admin_api_key": ["c", "d"], "enable_prefix_caching": False, "enable_lora": True,
-        "hf_overrides": {"rope_theta": 5}, "eos_token_ids": [1, 2], "uvicorn_log_level": "info",
-    }  # fmt: skip
+        "model": "X",
+        "port": 8001,
+        "max_model_len": 4000,
+        "served_model_name": ["a", "b"],
+        "admin_api_key": ["c", "d"],
+        "enable_prefix_caching": False,
+        "enable_lora": True,
+        "hf_overrides": {"rope_theta": 5},
+        "eos_token_ids": [1, 2],
+        "uvicorn_log_level": "info",
+    }
     assert values(["--config", str(file)], monkeypatch) == expected
     words = ["Y", "--config", str(file), "--port=1", "--served-model-name", "c", "--enable_prefix_caching"]
     others = {"model": "Y", "port": 1, "served_model_name": ["c"], "enable_prefix_caching": True}

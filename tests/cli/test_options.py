@@ -33,8 +33,13 @@ def test_sizes_have_suffixes() -> None:
 
 def test_numbers_of_tokens_have_suffixes() -> None:
     for text, count in (("4096", 4096), ("4k", 4000), ("4K", 4096)):
-        for name in ("max_model_len", "max_num_batched_tokens", "max_queued_tokens", "max_chunk",
-                     "state_snapshot_interval"):  # fmt: skip
+        for name in (
+            "max_model_len",
+            "max_num_batched_tokens",
+            "max_queued_tokens",
+            "max_chunk",
+            "state_snapshot_interval",
+        ):
             assert getattr(parsed("--" + name.replace("_", "-"), text), name) == count
 
 

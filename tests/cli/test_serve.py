@@ -47,13 +47,18 @@ def test_the_log_names_the_options_that_were_chosen_and_no_keys() -> None:
 @pytest.mark.parametrize(
     ("options", "warned"),
     [
-        ({"host": "0.0.0.0"}, True), ({"host": "::"}, True), ({"host": "10.0.0.1"}, True),
-        ({"host": "0.0.0.0", "api_key": ["k"]}, False), ({"host": "127.0.0.1"}, False), ({}, False),
-        ({"host": "0.0.0.0", "uds": "/tmp/x"}, False), ({"host": "0.0.0.0", "admin_api_key": ["k"]}, True),
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "::"}, True),
+        ({"host": "10.0.0.1"}, True),
+        ({"host": "0.0.0.0", "api_key": ["k"]}, False),
+        ({"host": "127.0.0.1"}, False),
+        ({}, False),
+        ({"host": "0.0.0.0", "uds": "/tmp/x"}, False),
+        ({"host": "0.0.0.0", "admin_api_key": ["k"]}, True),
         ({"host": "0.0.0.0", "ssl_certfile": __file__, "ssl_keyfile": __file__}, True),
         ({"host": "0.0.0.0", "ssl_certfile": __file__, "ssl_keyfile": __file__, "ssl_ca_certs": __file__}, False),
     ],
-)  # fmt: skip
+)
 def test_a_server_that_is_open_to_others_without_a_key_is_known(options: dict[str, object], warned: bool) -> None:
     """newcomer-3 D15."""
     assert is_open(resolve(Config.make(**options))) is warned

@@ -57,9 +57,12 @@ def test_abort_returns_a_result_for_each_id(play: Callable[..., None]) -> None:
         await collect(done)
         results = await llm.abort(["one", "chatcmpl-two", "done", "cmpl-nobody", "two"], "abort_user")
         assert results == {
-            "one": "aborted", "chatcmpl-two": "aborted", "two": "aborted",
-            "done": "finished", "cmpl-nobody": "not_found",
-        }  # fmt: skip
+            "one": "aborted",
+            "chatcmpl-two": "aborted",
+            "two": "aborted",
+            "done": "finished",
+            "cmpl-nobody": "not_found",
+        }
         requested = [call for call in engine.wait(Call) if call.method == "abort"]
         assert [call.args["keys"] for call in requested] == [["one", "two", "done", "nobody", "two"]]
         [first] = await collect(one)

@@ -57,10 +57,18 @@ def test_beams_are_those_of_transformers(llm: LLM, model: Path, width: int, pena
     num_ended = 0
     for ids, output in zip(several, outputs, strict=True):
         expected = oracle.generate(
-            torch.tensor([ids]), num_beams=width, num_return_sequences=width, max_new_tokens=length, do_sample=False,
-            length_penalty=penalty, early_stopping="never" if width > 1 else False, eos_token_id=EOS, pad_token_id=0,
-            return_dict_in_generate=True, output_scores=True,
-        )  # fmt: skip
+            torch.tensor([ids]),
+            num_beams=width,
+            num_return_sequences=width,
+            max_new_tokens=length,
+            do_sample=False,
+            length_penalty=penalty,
+            early_stopping="never" if width > 1 else False,
+            eos_token_id=EOS,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
         for row, (sequence, actual) in enumerate(zip(expected.sequences.tolist(), output.sequences, strict=True)):
             unpadded = sequence[: len(actual.tokens)]
             assert actual.tokens == unpadded and set(sequence[len(actual.tokens) :]) <= {0, EOS}  # padding
@@ -107,14 +115,16 @@ def test_the_context_ends_a_search(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("prompt", "params", "field"),
     [
-        ([9], {"beam_width": 0}, "beam_width"), ([9], {"beam_width": 20}, "beam_width"),
+        ([9], {"beam_width": 0}, "beam_width"),
+        ([9], {"beam_width": 20}, "beam_width"),
         ([9], {"beam_width": 2, "max_tokens": 0}, "max_tokens"),
         ([9], {"beam_width": 2, "length_penalty": float("nan")}, "length_penalty"),
         ([9], {"beam_width": 3, "allowed_token_ids": [9, 10]}, "beam_width"),
-        ([99], {"beam_width": 2}, "token_ids"), ([9] * 256, {"beam_width": 2}, "token_ids"),
+        ([99], {"beam_width": 2}, "token_ids"),
+        ([9] * 256, {"beam_width": 2}, "token_ids"),
         ([], {"beam_width": 2}, None),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_named(llm: LLM, prompt: list[int], params: dict[str, Any], field: str | None) -> None:
     with pytest.raises(RequestError) as caught:
         llm.beam_search([{"prompt_token_ids": prompt}], BeamSearchParams(**params))
@@ -130,9 +140,11 @@ def test_without_alternatives_there_are_no_beams(llm: LLM) -> None:
 
 
 ABORTS: list[Callable[[AsyncLLM], Awaitable[dict[str, str]]]] = [
-    lambda llm: llm.abort("cmpl-beams"), lambda llm: llm.abort_group("g"), lambda llm: llm.abort_all(),
+    lambda llm: llm.abort("cmpl-beams"),
+    lambda llm: llm.abort_group("g"),
+    lambda llm: llm.abort_all(),
     lambda llm: llm.abort_own(),
-]  # fmt: skip
+]
 
 
 def test_an_abort_between_two_steps_ends_the_search(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,9 +169,11 @@ def test_an_abort_between_two_steps_ends_the_search(model: Path, monkeypatch: py
                 between.clear()
                 go_on.clear()
                 request = GenerateRequest(
-                    request_id="beams", prompt=TokenPrompt(pack_ids([9])), task=SamplingParams(),
+                    request_id="beams",
+                    prompt=TokenPrompt(pack_ids([9])),
+                    task=SamplingParams(),
                     options=RequestOptions(group_id="g"),
-                )  # fmt: skip
+                )
                 params = BeamSearchParams(beam_width=2, max_tokens=50, ignore_eos=True)
                 run = BeamRun(llm, request, [request.prompt], params)
                 searching = asyncio.ensure_future(run.run(lambda: None, lambda: None))

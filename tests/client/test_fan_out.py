@@ -38,8 +38,9 @@ def test_replies_of_engines_are_merged() -> None:
     assert outcome("collective_rpc", {}, ok([1], [2]), 2) == [1, 2]
     assert outcome("leave", {}, ok(2, 3), 2) == 5
     assert outcome("abort", {}, ok({"a": "not_found", "b": "finished"}, {"a": "aborted", "b": "not_found"}), 2) == {
-        "a": "aborted", "b": "finished",
-    }  # fmt: skip
+        "a": "aborted",
+        "b": "finished",
+    }
     assert outcome("abort_group", {}, ok({}, {"a": "not_found"}), 2) == {"a": "not_found"}
     assert outcome("remove_draft_corpus", {}, ok({"removed": 1}, {"removed": 3}), 2) == {"removed": 3}
     assert outcome("weights_checksum", {}, ok("c", "c"), 2) == "c"

@@ -36,9 +36,12 @@ def ask(prompt: Any, task: Any = None, request_id: str = "r", **fields: Any) -> 
     """A request; `fields` are of `GenerateRequest` or of its options."""
     request_fields = {name: fields.pop(name) for name in GenerateRequest.__struct_fields__ if name in fields}
     return GenerateRequest(
-        request_id=request_id, prompt=token_prompt(prompt, VOCAB), task=task or SamplingParams(),
-        options=RequestOptions(**fields), **request_fields,
-    )  # fmt: skip
+        request_id=request_id,
+        prompt=token_prompt(prompt, VOCAB),
+        task=task or SamplingParams(),
+        options=RequestOptions(**fields),
+        **request_fields,
+    )
 
 
 def sent(request: GenerateRequest, checks: Inputs | None = None) -> list[EngineRequest]:
@@ -262,9 +265,15 @@ def test_lists_longer_than_any_use_of_them(params: dict[str, Any], field: str, w
 
 def test_the_engine_gets_no_text_fields() -> None:
     params = SamplingParams(
-        n=2, stop=["a"], bad_words=["the"], include_stop_str_in_output=True, skip_special_tokens=False, seed=5,
-        temperature=1e-12, top_k=3,
-    )  # fmt: skip
+        n=2,
+        stop=["a"],
+        bad_words=["the"],
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        seed=5,
+        temperature=1e-12,
+        top_k=3,
+    )
     prepared = inputs().prepare(ask([1], params, "id", stream=False))
     assert prepared.seed == 5 and [request.seed for request in prepared.engine_requests] == [5, 6]
     sampling = prepared.engine_requests[0].task

@@ -240,25 +240,40 @@ def test_control_methods_are_verbs_of_the_engine(fake: LLM, monkeypatch: pytest.
         ("wake_up", {"tags": ("weights",)}, "wake_up", {"tags": ["weights"]}),
         ("release_kv_cache_memory", {}, "release_kv_cache_memory", {}),
         ("reset_prefix_cache", {}, "reset_prefix_cache", {}),
-        ("init_weight_transfer_engine", {"request": {"init_info": {"a": 1}}}, "init_weight_transfer_engine",
-         {"init_info": {"a": 1}}),
+        (
+            "init_weight_transfer_engine",
+            {"request": {"init_info": {"a": 1}}},
+            "init_weight_transfer_engine",
+            {"init_info": {"a": 1}},
+        ),
         ("shutdown_weight_transfer_engine", {}, "shutdown_weight_transfer_engine", {}),
         ("start_weight_update", {}, "start_weight_update", {"is_checkpoint_format": True}),
         ("update_weights", {"request": {"update_info": update}}, "update_weights", {"update": update}),
         ("update_weights", {"request": SimpleNamespace(update_info=[update])}, "update_weights", {"update": update}),
-        ("update_weights", {"request": {"weight_dir": "/w"}}, "update_weights_from_dir",
-         {"weight_dir": "/w", "weight_version": None}),
+        (
+            "update_weights",
+            {"request": {"weight_dir": "/w"}},
+            "update_weights_from_dir",
+            {"weight_dir": "/w", "weight_version": None},
+        ),
         ("finish_weight_update", {"weight_version": "7"}, "finish_weight_update", {"weight_version": "7"}),
         ("abort_weight_update", {}, "abort_weight_update", {}),
         ("update_weight_version", {"new_version": "8"}, "update_weight_version", {"new_version": "8"}),
-        ("load_lora_adapter", {"lora_name": "a", "lora_path": Path("/a")}, "load_lora_adapter",
-         {"lora_name": "a", "lora_path": "/a", "load_inplace": None}),
+        (
+            "load_lora_adapter",
+            {"lora_name": "a", "lora_path": Path("/a")},
+            "load_lora_adapter",
+            {"lora_name": "a", "lora_path": "/a", "load_inplace": None},
+        ),
         ("unload_lora_adapter", {"lora_name": "a"}, "unload_lora_adapter", {"lora_name": "a"}),
-        ("collective_rpc", {"method": "f", "args": (1,), "kwargs": {"b": 2}}, "collective_rpc",
-         {"method": "f", "args": [1], "kwargs": {"b": 2}}),
-        ("apply_model", {"func": write_chatml}, "apply_model",
-         {"function": "tests.text.checkpoints:write_chatml"}),
-    ):  # fmt: skip
+        (
+            "collective_rpc",
+            {"method": "f", "args": (1,), "kwargs": {"b": 2}},
+            "collective_rpc",
+            {"method": "f", "args": [1], "kwargs": {"b": 2}},
+        ),
+        ("apply_model", {"func": write_chatml}, "apply_model", {"function": "tests.text.checkpoints:write_chatml"}),
+    ):
         calls.clear()
         answer = getattr(fake, method)(**args)
         parameters = COMMANDS[verb].parameters
@@ -305,9 +320,10 @@ def test_a_push_is_rounded_and_a_second_one_with_delta_sends_what_changed(
     calls: list[tuple[str, dict[str, Any]]] = []
     described = {"tensors": {"a": ["bfloat16", [64, 4]]}, "tied": {}, "renames": [], "delta_refusal": None}
     replies = {
-        "start_weight_update": {"update_id": "u1"}, "weight_coordinates": described,
+        "start_weight_update": {"update_id": "u1"},
+        "weight_coordinates": described,
         "finish_weight_update": {"weight_version": "v", "epoch": 1},
-    }  # fmt: skip
+    }
 
     async def call(method: str, /, **args: Any) -> Any:
         calls.append((method, args))

@@ -52,9 +52,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     (model / "config.json").write_text("{}")
     command = (sys.executable, "-m", "tests.client.edited_params", str(tmp_path / "params.py"))
     process = subprocess.run(
-        [*command, f"ipc://{tmp_path}/e.sock", str(model)], input=json.dumps([*GIVEN, *DEFAULT, *REFUSED]),
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        [*command, f"ipc://{tmp_path}/e.sock", str(model)],
+        input=json.dumps([*GIVEN, *DEFAULT, *REFUSED]),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert process.returncode == 0, process.stderr
     parsed: list[Any] = json.loads(process.stdout)
     return parsed

@@ -73,8 +73,9 @@ def test_requests_of_any_engine_are_those_of_a_single_one() -> None:
             assert results == [tokens_of(prompt, seed, 4) for seed, prompt in enumerate(prompts)]
             assert all([state["steps"] for state in await call_each(llm, "state")])
             for rank in range(3):
-                stream = llm.stream([5, 6], SamplingParams(max_tokens=3, ignore_eos=True, seed=9),
-                                    data_parallel_rank=rank)  # fmt: skip
+                stream = llm.stream(
+                    [5, 6], SamplingParams(max_tokens=3, ignore_eos=True, seed=9), data_parallel_rank=rank
+                )
                 assert rank_of(stream) == rank
                 assert (await collect(stream))[0].token_ids == tokens_of([5, 6], 9, 3)
             with pytest.raises(RequestError) as caught:
@@ -121,9 +122,11 @@ def test_an_abort_reaches_a_prepared_request_on_any_engine() -> None:
                 announcement = llm.announce(f"r{rank}", "g")
                 assert await llm.abort_group("g") == {f"r{rank}": "aborted"}
                 request = GenerateRequest(
-                    request_id=f"r{rank}", prompt=TokenPrompt(pack_ids([5, 6])), task=SamplingParams(max_tokens=3),
+                    request_id=f"r{rank}",
+                    prompt=TokenPrompt(pack_ids([5, 6])),
+                    task=SamplingParams(max_tokens=3),
                     options=RequestOptions(group_id="g", data_parallel_rank=rank),
-                )  # fmt: skip
+                )
                 [stream] = llm.submit([llm.prepare(request)], announcement=announcement)
                 announcement.end()
                 [output] = await asyncio.wait_for(collect(stream), PATIENCE)
@@ -278,8 +281,10 @@ def test_a_dead_engine_loses_only_its_requests() -> None:
         llm = make()
         await llm.start()
         await llm.pause_generation(mode="keep")
-        streams = [llm.stream([7], SamplingParams(max_tokens=4, ignore_eos=True, seed=1), data_parallel_rank=rank)
-                   for rank in range(2)]  # fmt: skip
+        streams = [
+            llm.stream([7], SamplingParams(max_tokens=4, ignore_eos=True, seed=1), data_parallel_rank=rank)
+            for rank in range(2)
+        ]
         os.kill(pids(llm)[0], signal.SIGKILL)
         with pytest.raises(EngineDead) as caught:
             await asyncio.wait_for(collect(streams[0]), PATIENCE)
@@ -356,8 +361,10 @@ def test_a_replaced_engine_has_the_state_of_the_others() -> None:
                     await llm.update_weight_version(f"v{commands}")
                     commands += 1
                     await asyncio.sleep(0.02)
-                states = [(engine.status.weight_version, engine.status.epoch, engine.status.state, engine.status.paused)
-                          for engine in (first, second)]  # fmt: skip
+                states = [
+                    (engine.status.weight_version, engine.status.epoch, engine.status.state, engine.status.paused)
+                    for engine in (first, second)
+                ]
                 assert states == [(f"v{commands - 1}", 1 + commands, "sleeping", True)] * 2
                 await llm.wake_up()
                 await lose(second)
@@ -417,7 +424,5 @@ def test_an_engine_that_cannot_start_ends_the_others(monkeypatch: pytest.MonkeyP
 def test_counts_are_sums() -> None:
     one = StepStats(running=1, tokens_by_age=[1, 2], drafts_by_source={"a": (1, 1), "b": (2, 0)})
     two = StepStats(running=2, tokens_by_age=[1], drafts_by_source={"a": (3, 2)})
-    assert total([one, two]) == StepStats(
-        running=3, tokens_by_age=[2, 2], drafts_by_source={"a": (4, 3), "b": (2, 0)}
-    )  # fmt: skip
+    assert total([one, two]) == StepStats(running=3, tokens_by_age=[2, 2], drafts_by_source={"a": (4, 3), "b": (2, 0)})
     assert total([StepStats(), StepStats()]) == StepStats()

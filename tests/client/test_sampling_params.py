@@ -56,9 +56,14 @@ def test_every_field_of_the_token_route_is_an_argument() -> None:
                 SamplingParams(**{name: 7})
             assert caught.value.field == name and caught.value.code == "unsupported"
     accepted: dict[str, Any] = {
-        "flat_logprobs": True, "skip_clone": True, "skip_reading_prefix_cache": True, "watermarking": True,
-        "output_kind": RequestOutputKind.DELTA, "stream_interval": 4, "truncate_prompt_tokens": 7,
-    }  # fmt: skip
+        "flat_logprobs": True,
+        "skip_clone": True,
+        "skip_reading_prefix_cache": True,
+        "watermarking": True,
+        "output_kind": RequestOutputKind.DELTA,
+        "stream_interval": 4,
+        "truncate_prompt_tokens": 7,
+    }
     assert sampling_of(SamplingParams(**accepted)) == DEFAULTS
     assert output_rules(SamplingParams(**accepted)) == (RequestOutputKind.DELTA, 4, 7)
 
@@ -115,13 +120,23 @@ def test_from_optional_clips_biases_and_reads_ids_as_text() -> None:
 def test_values_of_numpy_are_numbers_and_lists() -> None:
     """rl-faults F13, in Python."""
     built = SamplingParams(
-        max_tokens=np.int64(3), temperature=np.float32(0.5), stop_token_ids=np.array([4, 5]), seed=np.uint8(3),
-        logit_bias={np.int32(5): np.float64(2)}, allowed_token_ids=(6, np.int64(7)), logprobs=True,
-    )  # fmt: skip
+        max_tokens=np.int64(3),
+        temperature=np.float32(0.5),
+        stop_token_ids=np.array([4, 5]),
+        seed=np.uint8(3),
+        logit_bias={np.int32(5): np.float64(2)},
+        allowed_token_ids=(6, np.int64(7)),
+        logprobs=True,
+    )
     assert sampling_of(built) == params.SamplingParams(
-        max_tokens=3, temperature=0.5, stop_token_ids=[4, 5], seed=3, logit_bias={5: 2.0}, allowed_token_ids=[6, 7],
+        max_tokens=3,
+        temperature=0.5,
+        stop_token_ids=[4, 5],
+        seed=3,
+        logit_bias={5: 2.0},
+        allowed_token_ids=[6, 7],
         logprobs=1,
-    )  # fmt: skip
+    )
 
 
 def test_another_servers_enumeration_of_output_kinds_is_read_by_name() -> None:

@@ -435,11 +435,14 @@ def test_several_prompts_are_one_submission(play: Callable[..., None]) -> None:
         params = SamplingParams(n=2, max_tokens=1)
         requests = [
             GenerateRequest(
-                request_id="cmpl-r", prompt=TokenPrompt(pack_ids(ids)), task=params, first_choice=2 * i,
+                request_id="cmpl-r",
+                prompt=TokenPrompt(pack_ids(ids)),
+                task=params,
+                first_choice=2 * i,
                 options=RequestOptions(stream=True, group_id="g"),
             )
             for i, ids in enumerate(([5], [6, 7], [8]))
-        ]  # fmt: skip
+        ]
         streams = llm.submit([llm.prepare(request) for request in requests], "10.0.0.1")
         for same in ("r", "chatcmpl-r"):
             with pytest.raises(Conflict):

@@ -37,21 +37,42 @@ from tokserve.checkpoint import DEMO_DIR
 HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build" / "clients"
 RECORDED = HERE.parent / "conformance" / "recorded"
-CLIENTS = {"openai2": "openai", "openai3": "openai", "anthropic": "anthropic", "renderers": "renderers",
-           "trl": "trl",
-           "trl_exact": "trl_exact", "lm_eval": "lm_eval",
-           "frameworks": "frameworks", "closed": "closed", "loop": "loop",
-           "schemathesis": "schemathesis", "verifiers": "verifiers", "images": "images",
-           "trl_images": "trl_images", "embeddings": "embeddings", "rewards": "rewards",
-           "sglang": "sglang", "schemathesis_sglang": "schemathesis",
-           "schemathesis_pooling": "schemathesis", "schemathesis_classifier": "schemathesis",
-           "schemathesis_sglang_classifier": "schemathesis"}  # fmt: skip
-ENVIRONMENTS = {  # of clients that have none of their own
-    "closed": "frameworks", "loop": "openai3", "trl_exact": "trl", "images": "verifiers", "trl_images": "trl",
-    "embeddings": "frameworks", "rewards": "frameworks", "schemathesis_sglang": "schemathesis",
-    "schemathesis_pooling": "schemathesis", "schemathesis_classifier": "schemathesis",
+CLIENTS = {
+    "openai2": "openai",
+    "openai3": "openai",
+    "anthropic": "anthropic",
+    "renderers": "renderers",
+    "trl": "trl",
+    "trl_exact": "trl_exact",
+    "lm_eval": "lm_eval",
+    "frameworks": "frameworks",
+    "closed": "closed",
+    "loop": "loop",
+    "schemathesis": "schemathesis",
+    "verifiers": "verifiers",
+    "images": "images",
+    "trl_images": "trl_images",
+    "embeddings": "embeddings",
+    "rewards": "rewards",
+    "sglang": "sglang",
+    "schemathesis_sglang": "schemathesis",
+    "schemathesis_pooling": "schemathesis",
+    "schemathesis_classifier": "schemathesis",
     "schemathesis_sglang_classifier": "schemathesis",
-}  # fmt: skip
+}
+ENVIRONMENTS = {  # of clients that have none of their own
+    "closed": "frameworks",
+    "loop": "openai3",
+    "trl_exact": "trl",
+    "images": "verifiers",
+    "trl_images": "trl",
+    "embeddings": "frameworks",
+    "rewards": "frameworks",
+    "schemathesis_sglang": "schemathesis",
+    "schemathesis_pooling": "schemathesis",
+    "schemathesis_classifier": "schemathesis",
+    "schemathesis_sglang_classifier": "schemathesis",
+}
 SHORT = ("--max-model-len", "48")  # schemathesis asks for 1024 choices of the whole context
 FLAGS = {  # of clients that have a server of their own
     "schemathesis": SHORT,
@@ -196,9 +217,12 @@ def main() -> int:
         "names", nargs="*", choices=[*CLIENTS, []], metavar="CLIENT", help=f"Of {', '.join(CLIENTS)}. Default: all."
     )
     parser.add_argument(
-        "--record", nargs="?", const="", metavar="NAME=COMMAND",
+        "--record",
+        nargs="?",
+        const="",
+        metavar="NAME=COMMAND",
         help="Write tests/conformance/recorded/NAME.jsonl: of the clients, or of a command that talks to {url}.",
-    )  # fmt: skip
+    )
     args = parser.parse_args()
     if args.record:
         return record(args.record)

@@ -14,12 +14,17 @@ from report import Report
 QUESTION = "What is 47 + 38?"
 GREEDY = {"temperature": 0}  # which this version of the SDK has no parameter for
 ASK: dict[str, Any] = {
-    "model": "demo", "max_tokens": 32, "messages": [{"role": "user", "content": QUESTION}], "extra_body": GREEDY
-}  # fmt: skip
+    "model": "demo",
+    "max_tokens": 32,
+    "messages": [{"role": "user", "content": QUESTION}],
+    "extra_body": GREEDY,
+}
 CITY = {
-    "type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"],
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+    "required": ["city"],
     "additionalProperties": False,
-}  # fmt: skip
+}
 TOOL: dict[str, Any] = {"name": "weather", "description": "The weather of a city.", "input_schema": CITY}
 FORCED: dict[str, Any] = ASK | {
     "tools": [TOOL],
@@ -27,9 +32,14 @@ FORCED: dict[str, Any] = ASK | {
     "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
 }
 MESSAGE_EVENTS = {
-    "message_start", "content_block_start", "content_block_delta", "text", "content_block_stop", "message_delta",
+    "message_start",
+    "content_block_start",
+    "content_block_delta",
+    "text",
+    "content_block_stop",
+    "message_delta",
     "message_stop",
-}  # fmt: skip
+}
 
 
 class Weather(pydantic.BaseModel):
@@ -148,12 +158,20 @@ def errors(report: Report, client: Any, url: str) -> None:
     create = client.messages.create
     cases: tuple[tuple[Any, dict[str, Any], str, str], ...] = (
         (anthropic.BadRequestError, {"max_tokens": 0}, "invalid_request_error", "max_tokens"),
-        (anthropic.BadRequestError, {"extra_body": {"temperature": 7}, "stream": True}, "invalid_request_error",
-         "temperature"),
-        (anthropic.BadRequestError, {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
-         "invalid_request_error", "messages[0].content[0].type"),
+        (
+            anthropic.BadRequestError,
+            {"extra_body": {"temperature": 7}, "stream": True},
+            "invalid_request_error",
+            "temperature",
+        ),
+        (
+            anthropic.BadRequestError,
+            {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+            "invalid_request_error",
+            "messages[0].content[0].type",
+        ),
         (anthropic.NotFoundError, {"model": "claude"}, "not_found_error", "claude"),
-    )  # fmt: skip
+    )
     for kind, fields, name, word in cases:
         try:
             create(**ASK | fields)
@@ -194,25 +212,38 @@ def claude_code(report: Report, url: str) -> None:
     reads = []
     for number in range(2):
         body = {
-            "model": "demo", "max_tokens": 64, "stream": True, "temperature": 1,
+            "model": "demo",
+            "max_tokens": 64,
+            "stream": True,
+            "temperature": 1,
             "system": [
                 {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.278.{number}; cch={number}abcd;"},
                 {"type": "text", "text": "You are Claude Code.", "cache_control": {"type": "ephemeral"}},
                 {"type": "text", "text": "Be brief. " * 40, "cache_control": {"type": "ephemeral", "ttl": "1h"}},
             ],
-            "messages": [{"role": "user", "content": [
-                {"type": "text", "text": "<system-reminder>\nToday.\n</system-reminder>"},
-                {"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}}]}],
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "<system-reminder>\nToday.\n</system-reminder>"},
+                        {"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}},
+                    ],
+                }
+            ],
             "tools": [TOOL | {"input_schema": {"$schema": "http://json-schema.org/draft-07/schema#", **CITY}}],
-            "metadata": {"user_id": "user_x_account__session_y"}, "thinking": {"type": "adaptive"},
+            "metadata": {"user_id": "user_x_account__session_y"},
+            "thinking": {"type": "adaptive"},
             "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
             "output_config": {"effort": "medium"},
-        }  # fmt: skip
+        }
         headers = {
-            "anthropic-version": "2023-06-01", "x-api-key": "none", "x-app": "cli", "x-stainless-retry-count": "0",
+            "anthropic-version": "2023-06-01",
+            "x-api-key": "none",
+            "x-app": "cli",
+            "x-stainless-retry-count": "0",
             "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14,context-management-2025-06-27",
             "anthropic-dangerous-direct-browser-access": "true",
-        }  # fmt: skip
+        }
         answer = httpx.post(f"{url}/v1/messages?beta=true", json=body, headers=headers, timeout=60)
         lines = [line for line in answer.text.splitlines() if line.startswith("data: ")]
         events = [json.loads(line.removeprefix("data: ")) for line in lines]

@@ -33,9 +33,11 @@ def openai_sdk(report: Report) -> list[list[float]]:
     raw = client.embeddings.with_raw_response.create(model="demo", input=TEXTS[0], user="u")
     report.check("raw responses", raw.parse().data[0].embedding == vectors[0] and raw.headers["x-request-id"])
     for options, kind in (
-        ({"dimensions": 8}, openai.BadRequestError), ({"input": []}, openai.BadRequestError),
-        ({"model": "gpt-9"}, openai.NotFoundError), ({"encoding_format": "hex"}, openai.BadRequestError),
-    ):  # fmt: skip
+        ({"dimensions": 8}, openai.BadRequestError),
+        ({"input": []}, openai.BadRequestError),
+        ({"model": "gpt-9"}, openai.NotFoundError),
+        ({"encoding_format": "hex"}, openai.BadRequestError),
+    ):
         try:
             create(**{"model": "demo", "input": TEXTS} | options)
         except kind as error:

@@ -42,8 +42,12 @@ class Verdict(BaseModel):
 def with_litellm(report: Report, base: str) -> None:
     for provider in ("openai", "hosted_vllm"):
         common: dict[str, Any] = {
-            "model": f"{provider}/demo", "api_base": base, "api_key": "none", "messages": MESSAGES, "max_retries": 0,
-        }  # fmt: skip
+            "model": f"{provider}/demo",
+            "api_base": base,
+            "api_key": "none",
+            "messages": MESSAGES,
+            "max_retries": 0,
+        }
         answer = litellm.completion(**common, temperature=0, user="u", reasoning_effort="low")
         report.check(f"litellm {provider}: chat", answer.choices[0].message.content == "85")
         options = {"seed": 5, "max_tokens": 16, "logprobs": True, "top_logprobs": 2, "stop": ["x"]}
@@ -64,8 +68,12 @@ def with_litellm(report: Report, base: str) -> None:
         else:
             report.check("a temperature of 7 must be refused", False)
     text: dict[str, Any] = {
-        "model": "text-completion-openai/demo", "api_base": base, "api_key": "none", "max_tokens": 4, "temperature": 0,
-    }  # fmt: skip
+        "model": "text-completion-openai/demo",
+        "api_base": base,
+        "api_key": "none",
+        "max_tokens": 4,
+        "temperature": 0,
+    }
     scored = litellm.text_completion(prompt="ab", echo=True, logprobs=2, **text).choices[0]
     report.check("litellm: a completion", scored.text.startswith("ab") and scored.logprobs.token_logprobs[0] is None)
     report.check("several prompts", len(litellm.text_completion(prompt=["ab", "cd"], **text).choices) == 2)
@@ -104,8 +112,9 @@ def with_pydantic_ai(report: Report, base: str) -> None:
     again = agent.run_sync(QUESTION, model_settings=settings, message_history=first.all_messages())
     report.check("a history", again.output)
     native = pydantic_ai.Agent(model, output_type=pydantic_ai.NativeOutput(Verdict))
-    report.check("native output", isinstance(native.run_sync(QUESTION, model_settings={"max_tokens": LIMIT}).output,
-                                             Verdict))  # fmt: skip
+    report.check(
+        "native output", isinstance(native.run_sync(QUESTION, model_settings={"max_tokens": LIMIT}).output, Verdict)
+    )
     by_call = pydantic_ai.Agent(model, output_type=Verdict)
     report.check("output by a tool call", isinstance(by_call.run_sync(QUESTION).output, Verdict))
 
@@ -125,8 +134,9 @@ def with_pydantic_ai(report: Report, base: str) -> None:
 
     both = pydantic_ai.Agent(model, output_type=pydantic_ai.NativeOutput(Verdict), tools=[forecast])
     settings |= {"max_tokens": LIMIT, "logit_bias": ANSWER}
-    report.check("native output beside tools", isinstance(both.run_sync(QUESTION, model_settings=settings).output,
-                                                          Verdict))  # fmt: skip
+    report.check(
+        "native output beside tools", isinstance(both.run_sync(QUESTION, model_settings=settings).output, Verdict)
+    )
     once, settings["logit_bias"] = pydantic_ai.UsageLimits(request_limit=1), CALL
     try:
         both.run_sync(QUESTION, model_settings=settings, usage_limits=once)
@@ -200,8 +210,9 @@ def with_responses(report: Report, base: str) -> None:
     again = agent.run_sync(QUESTION, model_settings=settings, message_history=first.all_messages())
     report.check("a history", again.output)
     judge = pydantic_ai.Agent(model, output_type=pydantic_ai.NativeOutput(Verdict))
-    report.check("native output", isinstance(judge.run_sync(QUESTION, model_settings={"max_tokens": LIMIT}).output,
-                                             Verdict))  # fmt: skip
+    report.check(
+        "native output", isinstance(judge.run_sync(QUESTION, model_settings={"max_tokens": LIMIT}).output, Verdict)
+    )
     by_call = pydantic_ai.Agent(model, output_type=Verdict)
     report.check("output by a tool call", isinstance(by_call.run_sync(QUESTION).output, Verdict))
     chat: dict[str, Any] = {"model": "demo", "base_url": base, "api_key": "none", "use_responses_api": True}
@@ -240,8 +251,10 @@ async def with_agents(report: Report, base: str, kind: Any) -> None:
     able = agents.Agent(tools=[forecast], model_settings=forced, **common)
     ran = await agents.Runner.run(able, QUESTION)
     kinds = [item.type for item in ran.new_items]
-    report.check("a tool is run, and its result answered",
-                 called[0] in CITIES and kinds[:2] == ["tool_call_item", "tool_call_output_item"])  # fmt: skip
+    report.check(
+        "a tool is run, and its result answered",
+        called[0] in CITIES and kinds[:2] == ["tool_call_item", "tool_call_output_item"],
+    )
     streamed = agents.Runner.run_streamed(able, QUESTION)
     names = [event.name async for event in streamed.stream_events() if event.type == "run_item_stream_event"]
     report.check("the same, streamed", names[:2] == ["tool_called", "tool_output"] and len(called) == 2)

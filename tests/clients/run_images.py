@@ -28,15 +28,26 @@ def picture(width: int, height: int, shade: int) -> dict[str, Any]:
 async def run(report: Report) -> None:
     tokenizer = AutoTokenizer.from_pretrained(report.model_dir)
     renderer = create_renderer(tokenizer, Qwen3VLRendererConfig())
-    messages = [{"role": "user", "content": [
-        {"type": "text", "text": "first "}, picture(40, 32, 0), {"type": "text", "text": " second "},
-        picture(60, 24, 9)]}]  # fmt: skip
+    messages = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "first "},
+                picture(40, 32, 0),
+                {"type": "text", "text": " second "},
+                picture(60, 24, 9),
+            ],
+        }
+    ]
     params = {"temperature": 1.0, "max_tokens": 8, "seed": 3}
     async with AsyncOpenAI(base_url=report.url + "/v1", api_key="none", max_retries=0) as client:
         options: dict[str, Any] = {
-            "client": client, "renderer": renderer, "model": "demo", "process_multimodal": False,
+            "client": client,
+            "renderer": renderer,
+            "model": "demo",
+            "process_multimodal": False,
             "sampling_params": params,
-        }  # fmt: skip
+        }
         answer = await generate(**options, messages=messages)
         body = {"messages": messages, "return_token_ids": True, "logprobs": True} | params
         chat = httpx.post(f"{report.url}/v1/chat/completions", json=body).json()
@@ -46,19 +57,31 @@ async def run(report: Report) -> None:
         report.check("and the logprobs", answer["completion_logprobs"] == logprobs)
         image = tokenizer.convert_tokens_to_ids("<|image_pad|>")
         places = answer["mm_placeholders"]["image"]
-        report.check("a place for each picture", len(places) == 2 and all(
-            set(answer["prompt_ids"][place["offset"] : place["offset"] + place["length"]]) == {image}
-            for place in places
-        ))  # fmt: skip
+        report.check(
+            "a place for each picture",
+            len(places) == 2
+            and all(
+                set(answer["prompt_ids"][place["offset"] : place["offset"] + place["length"]]) == {image}
+                for place in places
+            ),
+        )
         report.check("the renderer's ids have one placeholder each", answer["renderer_prompt_ids"].count(image) == 2)
         tokens = response_from_generate(answer, "demo").tokens
-        report.check("verifiers reads prompt and completion", list(tokens.prompt_ids) == answer["prompt_ids"]
-                     and list(tokens.completion_ids) == answer["completion_ids"])  # fmt: skip
-        group = await asyncio.gather(*[
-            generate(**options | {"sampling_params": params | {"seed": seed}}, messages=messages) for seed in range(16)
-        ])  # fmt: skip
-        report.check("16 rollouts of a picture", group[3]["completion_ids"] == answer["completion_ids"]
-                     and group[3]["completion_logprobs"] == answer["completion_logprobs"])  # fmt: skip
+        report.check(
+            "verifiers reads prompt and completion",
+            list(tokens.prompt_ids) == answer["prompt_ids"] and list(tokens.completion_ids) == answer["completion_ids"],
+        )
+        group = await asyncio.gather(
+            *[
+                generate(**options | {"sampling_params": params | {"seed": seed}}, messages=messages)
+                for seed in range(16)
+            ]
+        )
+        report.check(
+            "16 rollouts of a picture",
+            group[3]["completion_ids"] == answer["completion_ids"]
+            and group[3]["completion_logprobs"] == answer["completion_logprobs"],
+        )
         broken = [
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}
         ]

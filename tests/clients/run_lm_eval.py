@@ -71,21 +71,32 @@ def tasks(directory: Path) -> TaskManager:
 def evaluate(report: Report, manager: TaskManager, backend: str, batch: int, concurrent: int) -> dict[str, Any]:
     """Scores by task and metric."""
     arguments = {
-        "model": "demo", "base_url": f"{report.url}/v1/completions", "tokenizer_backend": backend,
-        "tokenizer": report.model_dir, "tokenized_requests": True, "max_length": 2048, "num_concurrent": concurrent,
+        "model": "demo",
+        "base_url": f"{report.url}/v1/completions",
+        "tokenizer_backend": backend,
+        "tokenizer": report.model_dir,
+        "tokenized_requests": True,
+        "max_length": 2048,
+        "num_concurrent": concurrent,
         "max_retries": 1,
-    }  # fmt: skip
+    }
     if backend == "remote":
         del arguments["tokenizer"]
     actual = simple_evaluate(
-        model="local-completions", model_args=arguments, tasks=list(TASKS), task_manager=manager, batch_size=batch,
-        bootstrap_iters=0, cache_requests=False,
-    )  # fmt: skip
+        model="local-completions",
+        model_args=arguments,
+        tasks=list(TASKS),
+        task_manager=manager,
+        batch_size=batch,
+        bootstrap_iters=0,
+        cache_requests=False,
+    )
     return {
         f"{task} {metric}": value
-        for task, row in actual["results"].items() for metric, value in row.items()
+        for task, row in actual["results"].items()
+        for metric, value in row.items()
         if isinstance(value, float) and "stderr" not in metric
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

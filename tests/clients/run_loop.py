@@ -39,9 +39,10 @@ def by_chat(report: Report, client: openai.OpenAI, choice: Any, dump: Any, what:
         calls = message.tool_calls
         report.check(
             f"chat, {what}, turn {turn}: {len(calls)} calls",
-            message.content is None and len(calls) <= 3
+            message.content is None
+            and len(calls) <= 3
             and all(called(call.function.name, call.function.arguments) for call in calls),
-        )  # fmt: skip
+        )
         messages += [dump(message), *({"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in calls)]
     report.check(
         "the results are answered", client.chat.completions.create(model="demo", messages=messages, max_tokens=4)

@@ -12,9 +12,11 @@ from report import Report
 QUESTION = "What is 47 + 38?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
 CITY = {
-    "type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"],
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+    "required": ["city"],
     "additionalProperties": False,
-}  # fmt: skip
+}
 STREAM_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 
 
@@ -85,14 +87,19 @@ def responses(report: Report, client: Any) -> None:
     forced: dict[str, Any] = common | {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
     call = client.responses.create(**forced, max_output_tokens=300).output[0]
     report.check("a call", call.type == "function_call" and json.loads(call.arguments)["city"] in ("Oslo", "Rome"))
-    messages = [{"role": "user", "content": QUESTION}, call,
-            {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]  # fmt: skip
+    messages = [
+        {"role": "user", "content": QUESTION},
+        call,
+        {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"},
+    ]
     again = client.responses.create(model="demo", input=messages, tools=[tool], max_output_tokens=8)
     report.check("its result", again.usage.input_tokens > answer.usage.input_tokens)
     for kind, options in (
-        (openai.BadRequestError, {"previous_response_id": "resp_1"}), (openai.BadRequestError, {"background": True}),
-        (openai.NotFoundError, {"model": "gpt-9"}), (openai.BadRequestError, {"temperature": 7, "stream": True}),
-    ):  # fmt: skip
+        (openai.BadRequestError, {"previous_response_id": "resp_1"}),
+        (openai.BadRequestError, {"background": True}),
+        (openai.NotFoundError, {"model": "gpt-9"}),
+        (openai.BadRequestError, {"temperature": 7, "stream": True}),
+    ):
         try:
             client.responses.create(**common | options)
         except kind as error:
@@ -126,9 +133,11 @@ def completions(report: Report, client: Any) -> None:
 def errors(report: Report, client: Any) -> None:
     create = client.chat.completions.create
     for kind, options in (
-        (openai.BadRequestError, {"temperature": 7}), (openai.NotFoundError, {"model": "gpt-9"}),
-        (openai.BadRequestError, {"messages": []}), (openai.BadRequestError, {"stream": True, "top_p": 0}),
-    ):  # fmt: skip
+        (openai.BadRequestError, {"temperature": 7}),
+        (openai.NotFoundError, {"model": "gpt-9"}),
+        (openai.BadRequestError, {"messages": []}),
+        (openai.BadRequestError, {"stream": True, "top_p": 0}),
+    ):
         try:
             create(**{"model": "demo", "messages": MESSAGES} | options)
         except kind as error:

@@ -23,8 +23,9 @@ async def single(report: Report, client: AsyncOpenAI, renderer: Any) -> None:
     report.check("content", answer["content"].strip() == "85")
     report.check("a logprob per token", len(answer["completion_logprobs"]) == len(answer["completion_ids"]))
     report.check("finish_reason", answer["finish_reason"] == "stop")
-    chat = httpx.post(f"{report.url}/v1/chat/completions", json={"messages": messages, "temperature": 0,
-                      "return_token_ids": True}).json()  # fmt: skip
+    chat = httpx.post(
+        f"{report.url}/v1/chat/completions", json={"messages": messages, "temperature": 0, "return_token_ids": True}
+    ).json()
     report.check("its prompt is the server's own", answer["prompt_ids"] == chat["prompt_token_ids"])
     report.check("its tokens are the chat's", answer["completion_ids"] == chat["choices"][0]["token_ids"])
     headers = {"x-session-id": "traj-1", "X-data-parallel-rank": "0"}
@@ -46,9 +47,13 @@ async def turns(report: Report, client: AsyncOpenAI, renderer: Any) -> None:
     ids = renderer.render([{"role": "user", "content": QUESTION}], add_generation_prompt=True).token_ids
     for turn in range(4):
         answer = await generate(
-            client=client, renderer=renderer, messages=[], model="demo", prompt_ids=ids,
+            client=client,
+            renderer=renderer,
+            messages=[],
+            model="demo",
+            prompt_ids=ids,
             sampling_params={"temperature": 1.0, "max_tokens": 12, "seed": turn},
-        )  # fmt: skip
+        )
         report.check(f"turn {turn} goes on from the ids", answer["prompt_ids"] == ids)
         ids = ids + answer["completion_ids"] + [198]
 
@@ -56,8 +61,11 @@ async def turns(report: Report, client: AsyncOpenAI, renderer: Any) -> None:
 async def masks(report: Report, client: AsyncOpenAI, renderer: Any) -> None:
     params = {"temperature": 1.0, "max_tokens": 12, "seed": 3, "top_p": 0.9, "top_k": 20}
     options: dict[str, Any] = {
-        "client": client, "renderer": renderer, "messages": [{"role": "user", "content": QUESTION}], "model": "demo",
-    }  # fmt: skip
+        "client": client,
+        "renderer": renderer,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "model": "demo",
+    }
     answer = await generate(**options, sampling_params=params | {"return_sampling_mask": True})
     ids, rows = answer["completion_ids"], answer["sampling_mask"]
     report.check("a sampling mask per token", len(rows) == len(ids))
@@ -68,10 +76,13 @@ async def masks(report: Report, client: AsyncOpenAI, renderer: Any) -> None:
     report.check("the masks are those of the reply", choice["sampling_mask"] == rows and choice["token_ids"] == ids)
     sums = [kept + drawn for kept, drawn in zip(choice["kept_logprob"], choice["sampling_logprobs"], strict=True)]
     logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
-    report.check("kept_logprob leads from them to the whole vocabulary", all(
-        abs(one - other) < 1e-5 and kept <= 0.0
-        for one, other, kept in zip(sums, logprobs, choice["kept_logprob"], strict=True)
-    ))  # fmt: skip
+    report.check(
+        "kept_logprob leads from them to the whole vocabulary",
+        all(
+            abs(one - other) < 1e-5 and kept <= 0.0
+            for one, other, kept in zip(sums, logprobs, choice["kept_logprob"], strict=True)
+        ),
+    )
     plain = await generate(**options, sampling_params=params)
     report.check("and changes none", plain["completion_ids"] == ids and plain["sampling_mask"] is None)
 
@@ -94,9 +105,12 @@ async def refusals(report: Report, client: AsyncOpenAI, renderer: Any) -> None:
 async def crowd(report: Report, client: AsyncOpenAI, renderer: Any) -> None:
     async def one(i: int) -> Any:
         return await generate(
-            client=client, renderer=renderer, messages=[{"role": "user", "content": f"{i} + {i}"}], model="demo",
+            client=client,
+            renderer=renderer,
+            messages=[{"role": "user", "content": f"{i} + {i}"}],
+            model="demo",
             sampling_params={"temperature": 1.0, "max_tokens": 16, "seed": i},
-        )  # fmt: skip
+        )
 
     together = await asyncio.gather(*[one(i) for i in range(64)])
     alone = [await one(i) for i in range(64)]

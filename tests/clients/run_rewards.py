@@ -56,9 +56,14 @@ def rerank(report: Report, expected: list[float]) -> None:
     for provider, base in (("jina_ai", "/v1/rerank"), ("cohere", "/v2/rerank"), ("hosted_vllm", "")):
         for top in (None, 2):
             reply = litellm.rerank(
-                model=f"{provider}/demo", query=QUERY, documents=DOCUMENTS, top_n=top, api_base=report.url + base,
-                api_key="none", return_documents=True,
-            )  # fmt: skip
+                model=f"{provider}/demo",
+                query=QUERY,
+                documents=DOCUMENTS,
+                top_n=top,
+                api_base=report.url + base,
+                api_key="none",
+                return_documents=True,
+            )
             actual = [(one["index"], one["relevance_score"]) for one in reply.results]
             report.check(f"litellm as {provider}, top_n {top}", actual == ranking[:top])
 

@@ -33,11 +33,28 @@ def run(report: Report, what: str, which: str) -> int:
     One worker: in several threads, Python 3.11's ast.parse, which hypothesis calls, raises SystemError.
     """
     command = [
-        str(Path(sys.executable).parent / "schemathesis"), "run", f"{report.url}/openapi.json",
-        "--checks", ",".join(CHECKS), which, CONTROL, "--max-examples", str(EXAMPLES),
-        "--seed", "1", "--phases", "examples,coverage,fuzzing", "--mode", "all", "--workers", "1",
-        "--request-timeout", "240", "--generation-database", "none",
-    ]  # fmt: skip
+        str(Path(sys.executable).parent / "schemathesis"),
+        "run",
+        f"{report.url}/openapi.json",
+        "--checks",
+        ",".join(CHECKS),
+        which,
+        CONTROL,
+        "--max-examples",
+        str(EXAMPLES),
+        "--seed",
+        "1",
+        "--phases",
+        "examples,coverage,fuzzing",
+        "--mode",
+        "all",
+        "--workers",
+        "1",
+        "--request-timeout",
+        "240",
+        "--generation-database",
+        "none",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     print(done.stdout[-8000:])
     if done.returncode:

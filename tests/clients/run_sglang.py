@@ -72,9 +72,14 @@ def replies(report: Report, sglang: Sglang) -> None:
     types = sglang.types
     greedy = {"temperature": 0.0, "max_new_tokens": 8}
     scored: dict[str, Any] = {
-        "input_ids": IDS, "sampling_params": greedy, "return_logprob": True, "logprob_start_len": 0,
-        "top_logprobs_num": 2, "return_text_in_logprobs": True, "return_prompt_token_ids": True,
-    }  # fmt: skip
+        "input_ids": IDS,
+        "sampling_params": greedy,
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 2,
+        "return_text_in_logprobs": True,
+        "return_prompt_token_ids": True,
+    }
     reply = sglang.generate(**scored)
     meta = reply.meta_info
     report.check("ids, and their prompt", reply.output_ids and reply.prompt_token_ids == IDS)
@@ -103,8 +108,9 @@ def replies(report: Report, sglang: Sglang) -> None:
     params = [{"max_new_tokens": 2, "ignore_eos": True}, {"max_new_tokens": 4, "ignore_eos": True}]
     batch = sglang.generate(text=["One", "Two"], sampling_params=params)
     report.check("a batch", [one.meta_info.completion_tokens for one in batch] == [2, 4])
-    none = sglang.generate(input_ids=IDS, sampling_params={"max_new_tokens": 0}, return_logprob=True,
-                           logprob_start_len=1)  # fmt: skip
+    none = sglang.generate(
+        input_ids=IDS, sampling_params={"max_new_tokens": 0}, return_logprob=True, logprob_start_len=1
+    )
     report.check("scoring alone", len(none.meta_info.input_token_logprobs) == len(IDS) - 1 and not none.output_ids)
     seeded = [sglang.generate(input_ids=IDS, sampling_params={"sampling_seed": 7, "max_new_tokens": 12}) for _ in "ab"]
     report.check("a seed", seeded[0].output_ids == seeded[1].output_ids)
@@ -132,9 +138,11 @@ def information(report: Report, sglang: Sglang) -> None:
 
 def refusals(report: Report, sglang: Sglang) -> None:
     for body, word in (
-        ({"sampling_params": {}}, "input_ids"), ({"text": "x", "sampling_params": {"no_such": 1}}, "no_such"),
-        ({"text": "x", "sampling_params": {"top_p": 7}}, "top_p"), ({"input_ids": [10**7]}, "input_ids"),
-    ):  # fmt: skip
+        ({"sampling_params": {}}, "input_ids"),
+        ({"text": "x", "sampling_params": {"no_such": 1}}, "no_such"),
+        ({"text": "x", "sampling_params": {"top_p": 7}}, "top_p"),
+        ({"input_ids": [10**7]}, "input_ids"),
+    ):
         answer = sglang.http.post("/generate", json=body)
         error = sglang.types.ErrorBody.from_json_value(answer.json()["error"])
         report.check(f"a 400 that names {word}", answer.status_code == 400 and word in error.message)

@@ -32,8 +32,9 @@ def generates(report: Report, client: Any, tokenizer: Any) -> None:
         firsts = [[row[0] for row in ids] for ids in actual["logprob_token_ids"]]
         report.check("generate: logprobs of the drawn tokens", firsts == actual["completion_ids"])
         report.check("generate: finite", finite(actual["logprobs"]))
-    wide = client.generate(prompts, max_tokens=8, logprobs=5, temperature=0.7, top_p=0.9, top_k=40, min_p=0.01,
-                           repetition_penalty=1.1)  # fmt: skip
+    wide = client.generate(
+        prompts, max_tokens=8, logprobs=5, temperature=0.7, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1
+    )
     report.check("generate: alternatives", all(5 <= len(row) <= 6 for rows in wide["logprobs"] for row in rows))
     report.check("generate: without logprobs", client.generate(prompts, logprobs=None)["logprobs"] is None)
     plain = client.generate(prompts, max_tokens=8, generation_kwargs={"seed": 11})
@@ -71,11 +72,14 @@ def scores(report: Report, client: Any) -> None:
         "the tokens' own", actual["actual_token_ids"][0] == [[44], [7], [9]] and finite(actual["actual_logprobs"])
     )
     top_20 = client.get_sequence_logprobs(sequences, lengths, top_logprobs=20)
-    report.check("more alternatives begin alike", all(
-        wide[:5] == row
-        for rows, wides in zip(actual["logprobs"], top_20["logprobs"], strict=True)
-        for row, wide in zip(rows, wides, strict=True)
-    ))  # fmt: skip
+    report.check(
+        "more alternatives begin alike",
+        all(
+            wide[:5] == row
+            for rows, wides in zip(actual["logprobs"], top_20["logprobs"], strict=True)
+            for row, wide in zip(rows, wides, strict=True)
+        ),
+    )
 
 
 def controls(report: Report, client: Any) -> None:

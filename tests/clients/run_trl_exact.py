@@ -41,15 +41,30 @@ def trained(report: Report, name: str, **options: Any) -> None:
     peft_config = options.pop("peft_config", None)
     with tempfile.TemporaryDirectory() as directory:
         config = GRPOConfig(
-            output_dir=directory, use_cpu=True, bf16=False, max_steps=STEPS, logging_steps=1, save_strategy="no",
-            report_to=[], disable_tqdm=True, per_device_train_batch_size=8, num_generations=4, learning_rate=1e-4,
-            max_completion_length=8, seed=1, **options,
-        )  # fmt: skip
+            output_dir=directory,
+            use_cpu=True,
+            bf16=False,
+            max_steps=STEPS,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            per_device_train_batch_size=8,
+            num_generations=4,
+            learning_rate=1e-4,
+            max_completion_length=8,
+            seed=1,
+            **options,
+        )
         prompts = [{"prompt": [{"role": "user", "content": text}]} for text in QUESTIONS]
         trainer = ExactGRPOTrainer(
-            model=model, args=config, reward_funcs=arbitrary, train_dataset=Dataset.from_list(prompts),
-            server_url=report.url, peft_config=peft_config,
-        )  # fmt: skip
+            model=model,
+            args=config,
+            reward_funcs=arbitrary,
+            train_dataset=Dataset.from_list(prompts),
+            server_url=report.url,
+            peft_config=peft_config,
+        )
         trainer.train()
     steps = [entry for entry in trainer.state.log_history if DIFFERENCE in entry]
     report.check(f"{name}: every step has the metric", len(steps) == STEPS)
@@ -58,9 +73,10 @@ def trained(report: Report, name: str, **options: Any) -> None:
         report.check(f"{name}: ratios", all(entry[ratio] == 1.0 for ratio in RATIOS))
         report.check(f"{name}: entropy", entry["entropy"] > 0.0)
     after = trainer.model.state_dict()
-    report.check(f"{name}: weights moved", any(
-        not torch.equal(value, before.get(key, torch.zeros(1))) for key, value in after.items()
-    ))  # fmt: skip
+    report.check(
+        f"{name}: weights moved",
+        any(not torch.equal(value, before.get(key, torch.zeros(1))) for key, value in after.items()),
+    )
 
 
 def completions(report: Report, **options: Any) -> list[str]:
@@ -73,17 +89,33 @@ def completions(report: Report, **options: Any) -> list[str]:
         return [len(text) % 7 / 7 for text in texts]
 
     with tempfile.TemporaryDirectory() as directory:
-        config = GRPOConfig(**{
-            "output_dir": directory, "use_cpu": True, "bf16": False, "max_steps": 1, "save_strategy": "no",
-            "report_to": [], "disable_tqdm": True, "per_device_train_batch_size": 8, "num_generations": 8, "seed": 1,
-            "gradient_accumulation_steps": 4, "steps_per_generation": 1, "max_completion_length": 24,
-            "temperature": 2.0, **options,
-        })  # fmt: skip
+        config = GRPOConfig(
+            **{
+                "output_dir": directory,
+                "use_cpu": True,
+                "bf16": False,
+                "max_steps": 1,
+                "save_strategy": "no",
+                "report_to": [],
+                "disable_tqdm": True,
+                "per_device_train_batch_size": 8,
+                "num_generations": 8,
+                "seed": 1,
+                "gradient_accumulation_steps": 4,
+                "steps_per_generation": 1,
+                "max_completion_length": 24,
+                "temperature": 2.0,
+                **options,
+            }
+        )
         prompts = [{"prompt": [{"role": "user", "content": QUESTIONS[0]}]}] * 32
         trainer = ExactGRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(report.model_dir, dtype=torch.float32), args=config,
-            reward_funcs=reward, train_dataset=Dataset.from_list(prompts), server_url=report.url,
-        )  # fmt: skip
+            model=AutoModelForCausalLM.from_pretrained(report.model_dir, dtype=torch.float32),
+            args=config,
+            reward_funcs=reward,
+            train_dataset=Dataset.from_list(prompts),
+            server_url=report.url,
+        )
         trainer.train()
     return seen
 
@@ -108,8 +140,13 @@ def main() -> None:
     settings(report)
     trained(report, "all weights", temperature=1.5)
     trained(report, "with top-k, a reference and an entropy bonus", top_k=20, beta=0.02, entropy_coef=0.01)
-    trained(report, "gradient accumulation and checkpointing", gradient_accumulation_steps=2,
-            gradient_checkpointing=True, temperature=1.5)  # fmt: skip
+    trained(
+        report,
+        "gradient accumulation and checkpointing",
+        gradient_accumulation_steps=2,
+        gradient_checkpointing=True,
+        temperature=1.5,
+    )
     lora = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
     trained(report, "an adapter", peft_config=lora, temperature=1.5)
     report.done("trl", "transformers", "torch", "peft")

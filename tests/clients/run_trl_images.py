@@ -38,8 +38,10 @@ def main() -> None:
     chats = client.chat(talks, n=2, max_tokens=8, logprobs=0, generation_kwargs={"seed": 3})
     report.check("chat: two choices of each", len(chats["completion_ids"]) == 4)
     features = client.image_features([[one], [one, two], None])
-    report.check("image_features: as many as pictures",
-                 [len(feature["mm_hashes"]["image"]) for feature in features[:2]] == [1, 2])  # fmt: skip
+    report.check(
+        "image_features: as many as pictures",
+        [len(feature["mm_hashes"]["image"]) for feature in features[:2]] == [1, 2],
+    )
     report.check("image_features: none without pictures", features[2] is None)
     generation = VLLMGeneration.__new__(VLLMGeneration)
     generation.processing_class = Processor(tokenizer, "<|image_pad|>")
@@ -48,8 +50,9 @@ def main() -> None:
     actual = client.generate(prompts, features=placed, n=2, max_tokens=8, logprobs=0, generation_kwargs={"seed": 3})
     report.check("generate: the chat's tokens", actual["completion_ids"] == chats["completion_ids"])
     report.check("generate: the chat's logprobs", actual["logprobs"] == chats["logprobs"])
-    mixed = client.generate([prompts[0], [5, 6, 7]], features=[placed[0], None], max_tokens=8,
-                            generation_kwargs={"seed": 3})  # fmt: skip
+    mixed = client.generate(
+        [prompts[0], [5, 6, 7]], features=[placed[0], None], max_tokens=8, generation_kwargs={"seed": 3}
+    )
     report.check("a prompt without pictures beside one with", mixed["completion_ids"][0] == actual["completion_ids"][0])
     client.close_communicator()
     report.done("trl", "pillow", "transformers")

@@ -13,9 +13,11 @@ from transformers import AutoTokenizer
 from verifiers.v1.clients.train import response_from_generate
 
 PARAMS: list[dict[str, Any]] = [
-    {"temperature": 1.0, "top_k": 20}, {"temperature": 0.7, "top_k": 64, "top_p": 0.9},
-    {"temperature": 1.3, "top_k": 1}, {"temperature": 0.0, "top_k": 5},
-]  # fmt: skip
+    {"temperature": 1.0, "top_k": 20},
+    {"temperature": 0.7, "top_k": 64, "top_p": 0.9},
+    {"temperature": 1.3, "top_k": 1},
+    {"temperature": 0.0, "top_k": 5},
+]
 
 
 async def run(report: Report) -> None:
@@ -23,9 +25,12 @@ async def run(report: Report) -> None:
     async with AsyncOpenAI(base_url=report.url + "/v1", api_key="none", max_retries=0) as client:
         for number, params in enumerate(PARAMS):
             result = await generate(
-                client=client, renderer=renderer, messages=[{"role": "user", "content": "What is 47 + 38?"}],
-                model="demo", sampling_params=params | {"max_tokens": 12, "seed": number},
-            )  # fmt: skip
+                client=client,
+                renderer=renderer,
+                messages=[{"role": "user", "content": "What is 47 + 38?"}],
+                model="demo",
+                sampling_params=params | {"max_tokens": 12, "seed": number},
+            )
             tokens = response_from_generate(result, "demo").tokens
             mask, ids = tokens.sampling_mask, tokens.completion_ids
             report.check(f"{params}: a count per token", len(mask.counts) == len(ids) > 0)

@@ -101,9 +101,10 @@ class Api:
     def packed(self, body: Any, **headers: str) -> Any:
         """The msgpack reply of the token route to a msgpack body."""
         answer = self.post(
-            GENERATE, content=msgspec.msgpack.encode(body),
+            GENERATE,
+            content=msgspec.msgpack.encode(body),
             headers={"Content-Type": MSGPACK, "Accept": MSGPACK} | headers,
-        )  # fmt: skip
+        )
         assert answer.status_code == 200 and answer.headers["content-type"] == MSGPACK, answer.text
         return msgspec.msgpack.decode(answer.content)
 

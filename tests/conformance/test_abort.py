@@ -13,7 +13,7 @@ from tests.conformance.api import ABORTS, CHAT, GENERATE, PROMPT, Api, Long
     "body",
     [{}, {"request_ids": None}, {"all": False}, {"group_id": ""}, {"group_id": None}],
     ids=str,
-)  # fmt: skip
+)
 def test_no_ids_are_refused(api: Api, route: str, body: Any) -> None:
     api.refused(api.post(route, body), 400, "request_ids")
 
@@ -32,12 +32,16 @@ def test_an_empty_list_aborts_nothing(api: Api, route: str) -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"request_ids": "x"}, "request_ids"), ({"request_ids": ["x", 5]}, "request_ids[1]"), ({"all": 1}, "all"),
-        ({"group_id": 5}, "group_id"), ({"request_ids": ["x"], "all": True}, "all"), ({"ids": ["x"]}, "ids"),
+        ({"request_ids": "x"}, "request_ids"),
+        ({"request_ids": ["x", 5]}, "request_ids[1]"),
+        ({"all": 1}, "all"),
+        ({"group_id": 5}, "group_id"),
+        ({"request_ids": ["x"], "all": True}, "all"),
+        ({"ids": ["x"]}, "ids"),
         ({"request_ids": ["x"], "group_id": "g"}, "group_id"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_bad_abort_is_refused_by_name(api: Api, body: Any, param: str) -> None:
     api.refused(api.post(ABORTS[0], body), 400, param)
 

@@ -31,9 +31,20 @@ def test_trl_generates(api: Api) -> None:
 
 
 def test_trl_completes(text: Api) -> None:
-    body = {"model": text.model, "prompt": [[1, 2, 3], [4, 5]], "return_token_ids": True, TIDS: True, "n": 2,
-            "repetition_penalty": 1.0, "temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": 4,
-            "logprobs": 0}  # fmt: skip
+    body = {
+        "model": text.model,
+        "prompt": [[1, 2, 3], [4, 5]],
+        "return_token_ids": True,
+        TIDS: True,
+        "n": 2,
+        "repetition_penalty": 1.0,
+        "temperature": 0.7,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "max_tokens": 4,
+        "logprobs": 0,
+    }
     choices = text.ok(COMPLETIONS, body)["choices"]
     assert [choice["prompt_token_ids"] for choice in choices] == [[1, 2, 3]] * 2 + [[4, 5]] * 2
     for choice in choices:
@@ -48,8 +59,15 @@ def test_trl_scores(text: Api) -> None:
 
 
 def test_lm_eval(text: Api) -> None:
-    body = {"model": text.model, "prompt": [[20, 13, 20]], "temperature": 0, "max_tokens": 1, "logprobs": 1,
-            "seed": 1234, "echo": True}  # fmt: skip
+    body = {
+        "model": text.model,
+        "prompt": [[20, 13, 20]],
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "seed": 1234,
+        "echo": True,
+    }
     logprobs = text.ok(COMPLETIONS, body)["choices"][0]["logprobs"]
     assert len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) == 4
     assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
@@ -60,17 +78,20 @@ def test_lm_eval(text: Api) -> None:
 
 
 def test_guidellm(text: Api) -> None:
-    body = {"model": text.model, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-            "max_completion_tokens": 4, "ignore_eos": True,
-            "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}  # fmt: skip
+    body = {
+        "model": text.model,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "max_completion_tokens": 4,
+        "ignore_eos": True,
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+    }
     events = text.events(CHAT, body)
     assert all(event["usage"] for event in events)
     assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 4
 
 
 def test_vllm_router(text: Api) -> None:
-    added = {"no_stop_trim": False, "separate_reasoning": True, "stream_reasoning": True,
-             "return_hidden_states": False}  # fmt: skip
+    added = {"no_stop_trim": False, "separate_reasoning": True, "stream_reasoning": True, "return_hidden_states": False}
     if text.config["server"]["strict"]:
         pytest.skip("a strict server refuses them")
     answer = text.post(CHAT, {"messages": MESSAGES, "max_tokens": 2, "include_reasoning": True} | added)
@@ -84,15 +105,44 @@ def test_vllm_router(text: Api) -> None:
 
 PLAIN = {"extra_headers", "extra_query", "extra_body", "timeout", "self", "model", "messages", "prompt"}
 VALUES: dict[str, Any] = {
-    "audio": None, "best_of": 1, "echo": True, "frequency_penalty": 0.5, "function_call": "none", "functions": [],
-    "logit_bias": {"5": 1}, "logprobs": 1, "max_completion_tokens": 3, "max_tokens": 3, "metadata": {"a": "b"},
-    "modalities": ["text"], "n": 2, "parallel_tool_calls": True, "prediction": {"type": "content", "content": "x"},
-    "presence_penalty": 0.5, "prompt_cache_key": "k", "prompt_cache_options": {}, "prompt_cache_retention": "24h",
-    "reasoning_effort": "none", "response_format": {"type": "text"}, "safety_identifier": "s", "seed": 1,
-    "service_tier": "auto", "stop": ["x"], "store": False, "stream": False, "stream_options": None, "suffix": None,
-    "temperature": 0.5, "tool_choice": "auto", "tools": [], "top_logprobs": 0, "top_p": 0.9, "user": "u",
-    "verbosity": "medium", "web_search_options": None,
-}  # fmt: skip
+    "audio": None,
+    "best_of": 1,
+    "echo": True,
+    "frequency_penalty": 0.5,
+    "function_call": "none",
+    "functions": [],
+    "logit_bias": {"5": 1},
+    "logprobs": 1,
+    "max_completion_tokens": 3,
+    "max_tokens": 3,
+    "metadata": {"a": "b"},
+    "modalities": ["text"],
+    "n": 2,
+    "parallel_tool_calls": True,
+    "prediction": {"type": "content", "content": "x"},
+    "presence_penalty": 0.5,
+    "prompt_cache_key": "k",
+    "prompt_cache_options": {},
+    "prompt_cache_retention": "24h",
+    "reasoning_effort": "none",
+    "response_format": {"type": "text"},
+    "safety_identifier": "s",
+    "seed": 1,
+    "service_tier": "auto",
+    "stop": ["x"],
+    "store": False,
+    "stream": False,
+    "stream_options": None,
+    "suffix": None,
+    "temperature": 0.5,
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "top_p": 0.9,
+    "user": "u",
+    "verbosity": "medium",
+    "web_search_options": None,
+}
 
 
 IGNORED = {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
@@ -125,8 +175,15 @@ def test_every_parameter_of_the_sdks_completions_is_taken(text: Api, name: str) 
 
 def test_the_sdks_stream_helper(text: Api) -> None:
     call: Any = sdk(text).chat.completions.stream
-    options = {"model": text.model, "messages": MESSAGES, "temperature": 0, "max_tokens": 8, "logprobs": True,
-               "extra_body": {"min_tokens": 4}, "logit_bias": {str(text.eos): 100}}  # fmt: skip
+    options = {
+        "model": text.model,
+        "messages": MESSAGES,
+        "temperature": 0,
+        "max_tokens": 8,
+        "logprobs": True,
+        "extra_body": {"min_tokens": 4},
+        "logit_bias": {str(text.eos): 100},
+    }
     with call(**options, stream_options={"include_usage": True}) as stream:
         kinds = {event.type for event in stream}
         final = stream.get_final_completion()  # raises if the reply ended by its length

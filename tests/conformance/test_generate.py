@@ -21,31 +21,53 @@ def test_token_ids_as_a_list_and_packed_are_the_same(api: Api) -> None:
 
 
 REFUSED = [
-    ({"token_ids": None}, "token_ids"), ({"token_ids": []}, "token_ids"), ({"token_ids": [-1]}, "token_ids"),
-    ({"token_ids": [5, 10**7]}, "token_ids"), ({"token_ids": [2**63]}, "token_ids"),
-    ({"token_ids": [2**64]}, "token_ids"), ({"token_ids": [5.0]}, "token_ids[0]"),
+    ({"token_ids": None}, "token_ids"),
+    ({"token_ids": []}, "token_ids"),
+    ({"token_ids": [-1]}, "token_ids"),
+    ({"token_ids": [5, 10**7]}, "token_ids"),
+    ({"token_ids": [2**63]}, "token_ids"),
+    ({"token_ids": [2**64]}, "token_ids"),
+    ({"token_ids": [5.0]}, "token_ids[0]"),
     ({"token_ids": ["5"]}, "token_ids[0]"),
-    ({"token_ids": [True]}, "token_ids[0]"), ({"token_ids": [None]}, "token_ids[0]"), ({"token_ids": 5}, "token_ids"),
-    ({"token_ids": "BQAAAA=="}, "token_ids"), ({"token_ids_b64": "BQAAAA=="}, "token_ids_b64"),
+    ({"token_ids": [True]}, "token_ids[0]"),
+    ({"token_ids": [None]}, "token_ids[0]"),
+    ({"token_ids": 5}, "token_ids"),
+    ({"token_ids": "BQAAAA=="}, "token_ids"),
+    ({"token_ids_b64": "BQAAAA=="}, "token_ids_b64"),
     ({"token_ids": None, "token_ids_b64": "BQAA"}, "token_ids_b64"),
     ({"token_ids": None, "token_ids_b64": "!"}, "token_ids_b64"),
-    ({"request_id": 5}, "request_id"), ({"request_id": ""}, "request_id"), ({"request_id": "x" * 257}, "request_id"),
-    ({"request_id": "a\nb"}, "request_id"), ({"request_id": "\u00e4"}, "request_id"),
-    ({"model": 5}, "model"), ({"stream": "true"}, "stream"), ({"stream": 1}, "stream"),
-    ({"return_token_ids": "yes"}, "return_token_ids"), ({"output_mode": "speech"}, "output_mode"),
+    ({"request_id": 5}, "request_id"),
+    ({"request_id": ""}, "request_id"),
+    ({"request_id": "x" * 257}, "request_id"),
+    ({"request_id": "a\nb"}, "request_id"),
+    ({"request_id": "\u00e4"}, "request_id"),
+    ({"model": 5}, "model"),
+    ({"stream": "true"}, "stream"),
+    ({"stream": 1}, "stream"),
+    ({"return_token_ids": "yes"}, "return_token_ids"),
+    ({"output_mode": "speech"}, "output_mode"),
     ({"logprobs_format": "xml"}, "logprobs_format"),
-    ({"cache_salt": ""}, "cache_salt"), ({"cache_salt": "s" * 129}, "cache_salt"), ({"cache_salt": 3}, "cache_salt"),
-    ({"priority": 1.0}, "priority"), ({"priority": 2**63}, "priority"), ({"priority": False}, "priority"),
-    ({"kv_transfer_params": {}}, "kv_transfer_params"), ({"ec_transfer_params": {}}, "ec_transfer_params"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"cache_salt": "s" * 129}, "cache_salt"),
+    ({"cache_salt": 3}, "cache_salt"),
+    ({"priority": 1.0}, "priority"),
+    ({"priority": 2**63}, "priority"),
+    ({"priority": False}, "priority"),
+    ({"kv_transfer_params": {}}, "kv_transfer_params"),
+    ({"ec_transfer_params": {}}, "ec_transfer_params"),
     ({"features": []}, "features"),
     ({"content_parts": {}}, "content_parts"),
-    ({"content_parts": [{"type": "audio_url"}]}, "content_parts[0].type"), ({"deadline_ms": 0}, "deadline_ms"),
-    ({"deadline_ms": -1}, "deadline_ms"), ({"deadline_ms": 1.5}, "deadline_ms"),
-    ({"queue_timeout_ms": 0}, "queue_timeout_ms"), ({"queue_timeout_ms": 10**12}, "queue_timeout_ms"),
-    ({"group_id": ""}, "group_id"), ({"group_id": "g" * 257}, "group_id"),
+    ({"content_parts": [{"type": "audio_url"}]}, "content_parts[0].type"),
+    ({"deadline_ms": 0}, "deadline_ms"),
+    ({"deadline_ms": -1}, "deadline_ms"),
+    ({"deadline_ms": 1.5}, "deadline_ms"),
+    ({"queue_timeout_ms": 0}, "queue_timeout_ms"),
+    ({"queue_timeout_ms": 10**12}, "queue_timeout_ms"),
+    ({"group_id": ""}, "group_id"),
+    ({"group_id": "g" * 257}, "group_id"),
     ({"sampling_params": []}, "sampling_params"),
     ({"stream_options": []}, "stream_options"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED, ids=lambda value: str(value)[:40])
@@ -76,8 +98,11 @@ def test_max_tokens_beyond_the_context_is_the_rest_of_the_context(api: Api) -> N
     for limit in (None, 4, 2**31 - 1):
         choice = api.choice({"max_tokens": limit, "ignore_eos": True}, token_ids=prompt)
         assert len(choice["token_ids"]) == 3 and choice["finish_reason"] == "length"
-    api.refused(api.post(GENERATE, {"token_ids": PROMPT, "sampling_params": {"max_tokens": 10**12}}), 400,
-                "sampling_params.max_tokens")  # fmt: skip
+    api.refused(
+        api.post(GENERATE, {"token_ids": PROMPT, "sampling_params": {"max_tokens": 10**12}}),
+        400,
+        "sampling_params.max_tokens",
+    )
 
 
 def test_an_unknown_field_is_refused_with_the_nearest_known_name(api: Api) -> None:
@@ -89,22 +114,50 @@ def test_an_unknown_field_is_refused_with_the_nearest_known_name(api: Api) -> No
 
 
 def test_internal_names_of_other_servers_are_harmless(api: Api) -> None:
-    harmless = {"output_kind": 2, "flat_logprobs": True, "skip_clone": None, "routed_experts_prompt_start": 1,
-                "skip_reading_prefix_cache": False, "stream_interval": 2, "watermarking": None}  # fmt: skip
+    harmless = {
+        "output_kind": 2,
+        "flat_logprobs": True,
+        "skip_clone": None,
+        "routed_experts_prompt_start": 1,
+        "skip_reading_prefix_cache": False,
+        "stream_interval": 2,
+        "watermarking": None,
+    }
     expected = api.choice({"temperature": 0})
     assert api.choice({"temperature": 0} | harmless)["token_ids"] == expected["token_ids"]
 
 
 RENDERED_BY_VLLM: dict[str, Any] = {
-    "token_ids": PROMPT, "token_offsets": None, "features": None, "content_parts": None, "reasoning_ended": None,
-    "reasoning_parser_kwargs": None, "return_token_ids": None, "output_mode": "tokens", "stream": False,
-    "stream_options": None, "cache_salt": None, "priority": 0, "kv_transfer_params": None, "ec_transfer_params": None,
+    "token_ids": PROMPT,
+    "token_offsets": None,
+    "features": None,
+    "content_parts": None,
+    "reasoning_ended": None,
+    "reasoning_parser_kwargs": None,
+    "return_token_ids": None,
+    "output_mode": "tokens",
+    "stream": False,
+    "stream_options": None,
+    "cache_salt": None,
+    "priority": 0,
+    "kv_transfer_params": None,
+    "ec_transfer_params": None,
     "sampling_params": {
-        "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 0.0, "top_p": 1.0,
-        "min_p": 0.0, "stop": [], "stop_token_ids": [], "max_tokens": 8, "output_kind": 2, "skip_clone": True,
-        "bad_words": [], "skip_reading_prefix_cache": False,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "stop": [],
+        "stop_token_ids": [],
+        "max_tokens": 8,
+        "output_kind": 2,
+        "skip_clone": True,
+        "bad_words": [],
+        "skip_reading_prefix_cache": False,
     },
-}  # fmt: skip
+}
 
 
 def test_what_vllm_rendered_is_generated(api: Api) -> None:
@@ -130,11 +183,39 @@ def test_structured_outputs_need_a_tokenizer_and_keep_to_their_form(api: Api) ->
 
 
 def test_null_is_absent_where_a_field_is_optional(api: Api) -> None:
-    names = ("request_id", "model", "stream", "stream_options", "return_token_ids", "cache_salt", "kv_transfer_params",
-             "features", "content_parts", "deadline_ms", "queue_timeout_ms", "group_id", "token_ids_b64")  # fmt: skip
-    params = ("seed", "max_tokens", "stop", "stop_token_ids", "logprobs", "prompt_logprobs", "logprob_token_ids",
-              "logit_bias", "allowed_token_ids", "bad_words", "stop_token_sequences", "bad_token_sequences",
-              "structured_outputs", "repetition_detection", "logprobs_mode", "extra_args")  # fmt: skip
+    names = (
+        "request_id",
+        "model",
+        "stream",
+        "stream_options",
+        "return_token_ids",
+        "cache_salt",
+        "kv_transfer_params",
+        "features",
+        "content_parts",
+        "deadline_ms",
+        "queue_timeout_ms",
+        "group_id",
+        "token_ids_b64",
+    )
+    params = (
+        "seed",
+        "max_tokens",
+        "stop",
+        "stop_token_ids",
+        "logprobs",
+        "prompt_logprobs",
+        "logprob_token_ids",
+        "logit_bias",
+        "allowed_token_ids",
+        "bad_words",
+        "stop_token_sequences",
+        "bad_token_sequences",
+        "structured_outputs",
+        "repetition_detection",
+        "logprobs_mode",
+        "extra_args",
+    )
     prompt = [5] * (api.max_model_len - 4)
     reply = api.generate(dict.fromkeys(params) | {"temperature": 0}, token_ids=prompt, **dict.fromkeys(names))
     assert reply["choices"][0]["token_ids"]
@@ -157,15 +238,34 @@ def test_no_model_is_the_served_model_and_an_unknown_one_is_404(api: Api) -> Non
 
 def test_the_shape_of_the_reply(api: Api) -> None:
     reply = api.generate({"seed": 3}, return_token_ids=True)
-    assert set(reply) == {"request_id", "id", "object", "created", "model", "choices", "usage", "prompt_logprobs",
-                          "prompt_token_ids", "kv_transfer_params", "seed", "exact"}  # fmt: skip
+    assert set(reply) == {
+        "request_id",
+        "id",
+        "object",
+        "created",
+        "model",
+        "choices",
+        "usage",
+        "prompt_logprobs",
+        "prompt_token_ids",
+        "kv_transfer_params",
+        "seed",
+        "exact",
+    }
     assert reply["object"] == "inference.generate" and reply["id"] == reply["request_id"]
     assert reply["request_id"].startswith("generate-tokens-") and isinstance(reply["created"], int)
     assert reply["prompt_token_ids"] == PROMPT and reply["prompt_logprobs"] is None
     assert reply["kv_transfer_params"] is None and reply["seed"] == 3 and reply["exact"] is True
     [choice] = reply["choices"]
-    assert set(choice) == {"index", "token_ids", "finish_reason", "stop_reason", "logprobs", "weight_versions",
-                           "stop_detail"}  # fmt: skip
+    assert set(choice) == {
+        "index",
+        "token_ids",
+        "finish_reason",
+        "stop_reason",
+        "logprobs",
+        "weight_versions",
+        "stop_detail",
+    }
     count = len(choice["token_ids"])
     assert choice["index"] == 0 and choice["logprobs"] is None and 1 <= count <= 8
     [span] = choice["weight_versions"]

@@ -21,14 +21,21 @@ from tests.conformance.api import (
     PROMPT,
     TOKENIZE,
     Api,
-)  # fmt: skip
+)
 
 TEXT_POSTS = (CHAT, CHAT_TOKENS, COMPLETIONS, TOKENIZE, DETOKENIZE)
 POSTS = (GENERATE, *ABORTS, *TEXT_POSTS)
 GETS = (
-    "/v1/models", "/health", "/ping", "/version", "/metrics", "/load", "/server_info", "/openapi.json",
+    "/v1/models",
+    "/health",
+    "/ping",
+    "/version",
+    "/metrics",
+    "/load",
+    "/server_info",
+    "/openapi.json",
     "/inference/v1/requests",
-)  # fmt: skip
+)
 BODY = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2, "temperature": 0}}
 
 
@@ -42,10 +49,25 @@ def post(request: Any, api: Api) -> str:
 
 
 BROKEN = [
-    b"", b" ", b"{", b"null", b"5", b'"x"', b"[]", b"{]", b"{'a':1}", b'{"features":}', b'{"features":1}}',
-    b'{"features":01}', b'{"features":+1}', b'{"features":' + b"[" * 100_000,
-    b'{"model":"\xff"}', b'\xef\xbb{}', '{"token_ids":[5]}'.encode("utf-16"), gzip.compress(b"{}", mtime=0),
-]  # fmt: skip
+    b"",
+    b" ",
+    b"{",
+    b"null",
+    b"5",
+    b'"x"',
+    b"[]",
+    b"{]",
+    b"{'a':1}",
+    b'{"features":}',
+    b'{"features":1}}',
+    b'{"features":01}',
+    b'{"features":+1}',
+    b'{"features":' + b"[" * 100_000,
+    b'{"model":"\xff"}',
+    b"\xef\xbb{}",
+    '{"token_ids":[5]}'.encode("utf-16"),
+    gzip.compress(b"{}", mtime=0),
+]
 
 
 @pytest.mark.parametrize("raw", BROKEN, ids=lambda raw: repr(raw[:16]))
@@ -66,10 +88,24 @@ def test_a_number_beyond_all_floats_is_refused(api: Api) -> None:
 
 @pytest.mark.parametrize(
     "raw",
-    [b"", b"\xc1", b"\xc0", b"\x05", b"\x90", b"\x81", b"\x81\xa1a", b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff",
-     b"\xc6\xff\xff\xff\xff", b"\x91" * 100_000, b"\x81\xc0\x01", b"\x81\x90\x01", b"\x81\xa1\xff\x01"],
+    [
+        b"",
+        b"\xc1",
+        b"\xc0",
+        b"\x05",
+        b"\x90",
+        b"\x81",
+        b"\x81\xa1a",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\x91" * 100_000,
+        b"\x81\xc0\x01",
+        b"\x81\x90\x01",
+        b"\x81\xa1\xff\x01",
+    ],
     ids=lambda raw: repr(raw[:16]),
-)  # fmt: skip
+)
 def test_a_body_that_is_no_msgpack_map_is_refused_everywhere(api: Api, post: str, raw: bytes) -> None:
     answer = api.post(post, content=raw, headers={"Content-Type": MSGPACK})
     assert answer.status_code == 400 and set(answer.json()["error"]) == {"message", "type", "param", "code"}
@@ -100,11 +136,17 @@ def test_msgpack_by_any_of_its_names_has_the_same_fields(api: Api, kind: str) ->
 
 @pytest.mark.parametrize(
     ("accept", "kind"),
-    [("application/msgpack;q=0", JSON), ("application/msgpack; q=0.000, */*", JSON),
-     ("application/msgpack;q=1", MSGPACK),
-     ("application/json, application/msgpack;q=0.5", JSON), ("application/json;q=0.5, application/MsgPack", MSGPACK),
-     ("application/x-msgpack, */*;q=0.1", MSGPACK), ("text/html, application/msgpack;q=x", MSGPACK), (";,;q=,=", JSON)],
-)  # fmt: skip
+    [
+        ("application/msgpack;q=0", JSON),
+        ("application/msgpack; q=0.000, */*", JSON),
+        ("application/msgpack;q=1", MSGPACK),
+        ("application/json, application/msgpack;q=0.5", JSON),
+        ("application/json;q=0.5, application/MsgPack", MSGPACK),
+        ("application/x-msgpack, */*;q=0.1", MSGPACK),
+        ("text/html, application/msgpack;q=x", MSGPACK),
+        (";,;q=,=", JSON),
+    ],
+)
 def test_accept_is_weighed(api: Api, accept: str, kind: str) -> None:
     answer = api.post(GENERATE, BODY, headers={"Accept": accept})
     assert answer.status_code == 200 and answer.headers["content-type"] == kind
@@ -203,8 +245,10 @@ def test_an_offer_of_another_protocol_is_declined(api: Api) -> None:
     chunked = f"Transfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
     expect = b"Expect: 100-continue\r\n"
     for raw, continuation in (
-        (head + OFFER + length + body, b""), (head + OFFER + chunked, b""), (head + expect + OFFER + length, body)
-    ):  # fmt: skip
+        (head + OFFER + length + body, b""),
+        (head + OFFER + chunked, b""),
+        (head + expect + OFFER + length, body),
+    ):
         status, reply = exchange(api, raw, continuation)
         assert status == 200 and json.loads(reply)["choices"] == expected
     status, _ = exchange(api, b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
@@ -212,9 +256,15 @@ def test_an_offer_of_another_protocol_is_declined(api: Api) -> None:
 
 
 @pytest.mark.parametrize(
-    "raw", [b"GARBAGE\r\n\r\n", b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n", b"GET /health HTTP/1.1\r\n\x00: 1\r\n\r\n",
-            b"POST /ping HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"],
-)  # fmt: skip
+    "raw",
+    [
+        b"GARBAGE\r\n\r\n",
+        b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\x00: 1\r\n\r\n",
+        b"POST /ping HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ],
+)
 def test_what_is_not_http_is_refused_in_the_one_shape(api: Api, raw: bytes) -> None:
     status, reply = exchange(api, raw)
     assert status == 400 and json.loads(reply)["error"]["code"] == "invalid_http"
@@ -295,13 +345,28 @@ def test_models_have_their_context_length(api: Api) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total",
-     "prefix_cache_hits_total", "num_preemptions_total", "prompt_tokens_total", "generation_tokens_total",
-     "request_success_total", "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket",
-     "e2e_request_latency_seconds_bucket", "request_queue_time_seconds_bucket", "request_prefill_time_seconds_bucket",
-     "request_decode_time_seconds_bucket", "request_prompt_tokens_bucket", "request_generation_tokens_bucket",
-     "request_params_n_bucket", "request_params_max_tokens_bucket"],
-)  # fmt: skip
+    [
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+        "num_preemptions_total",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "request_success_total",
+        "time_to_first_token_seconds_bucket",
+        "inter_token_latency_seconds_bucket",
+        "e2e_request_latency_seconds_bucket",
+        "request_queue_time_seconds_bucket",
+        "request_prefill_time_seconds_bucket",
+        "request_decode_time_seconds_bucket",
+        "request_prompt_tokens_bucket",
+        "request_generation_tokens_bucket",
+        "request_params_n_bucket",
+        "request_params_max_tokens_bucket",
+    ],
+)
 def test_metrics_have_the_known_names(api: Api, name: str) -> None:
     assert api.metric(name) >= 0
 

@@ -27,20 +27,24 @@ def unpacked(columns: dict[str, Any], decode: Any = base64.b64decode) -> dict[st
     rows, width = columns["shape"]
     ids, values = ints(decode(columns["top_token_ids"])), floats(decode(columns["top_logprobs"]))
     return {
-        "token_logprobs": floats(decode(columns["token_logprobs"])), "ranks": ints(decode(columns["ranks"])),
+        "token_logprobs": floats(decode(columns["token_logprobs"])),
+        "ranks": ints(decode(columns["ranks"])),
         "top_token_ids": [ids[i * width : (i + 1) * width] for i in range(rows)],
-        "top_logprobs": [values[i * width : (i + 1) * width] for i in range(rows)], "mode": columns["mode"],
-    }  # fmt: skip
+        "top_logprobs": [values[i * width : (i + 1) * width] for i in range(rows)],
+        "mode": columns["mode"],
+    }
 
 
 def as_arrays(content: list[Any], k: int) -> dict[str, Any]:
     """Objects as the format "arrays" has them."""
     best = [sorted(e["top_logprobs"], key=lambda t: (t["rank"], t["token_id"]))[:k] for e in content]
     return {
-        "token_logprobs": [e["logprob"] for e in content], "ranks": [e["rank"] for e in content],
+        "token_logprobs": [e["logprob"] for e in content],
+        "ranks": [e["rank"] for e in content],
         "top_token_ids": [[t["token_id"] for t in tops] for tops in best],
-        "top_logprobs": [[t["logprob"] for t in tops] for tops in best], "mode": "raw",
-    }  # fmt: skip
+        "top_logprobs": [[t["logprob"] for t in tops] for tops in best],
+        "mode": "raw",
+    }
 
 
 def test_objects_have_both_key_sets_and_one_entry_per_token(api: Api) -> None:

@@ -12,8 +12,15 @@ from tests.conformance.test_http import BROKEN
 
 CREATE, COUNT, RENDER = "/v1/messages", "/v1/messages/count_tokens", "/v1/messages/render"
 ASK: dict[str, Any] = {"max_tokens": 16, "messages": MESSAGES, "temperature": 0}
-TOOL: dict[str, Any] = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {
-    "enum": ["Oslo", "Rome"]}}, "required": ["city"], "additionalProperties": False}}  # fmt: skip
+TOOL: dict[str, Any] = {
+    "name": "weather",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
 FORCED: dict[str, Any] = {"tools": [TOOL], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
 
 
@@ -41,9 +48,22 @@ def test_broken_bodies_are_refused_in_anthropics_shape(api: Api, path: str, raw:
 
 ATOMS: list[Any] = [None, True, -1, 2**63, 1.5, "", "x", "\u0000", [], {}, [None], [[]], {"": {}}, [{"type": "x"}]]
 FIELDS = (
-    "model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "max_tokens", "stop_sequences",
-    "stream", "temperature", "metadata", "cache_salt", "chat_template_kwargs", "logit_bias",
-)  # fmt: skip
+    "model",
+    "messages",
+    "system",
+    "tools",
+    "tool_choice",
+    "thinking",
+    "output_config",
+    "max_tokens",
+    "stop_sequences",
+    "stream",
+    "temperature",
+    "metadata",
+    "cache_salt",
+    "chat_template_kwargs",
+    "logit_bias",
+)
 
 
 @pytest.mark.parametrize("field", FIELDS)

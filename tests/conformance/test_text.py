@@ -14,7 +14,7 @@ from tests.conformance.api import (
     PROMPT,
     TOKENIZE,
     Api,
-)  # fmt: skip
+)
 
 ASK: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 8, "temperature": 0}
 COMPLETE: dict[str, Any] = {"prompt": "12+34", "max_tokens": 8, "temperature": 0}
@@ -29,18 +29,60 @@ def route(request: Any, text: Api) -> str:
 
 
 REFUSED = [
-    ("model", 5), ("stream", "yes"), ("stream", 1), ("stream_options", 5), ("n", 0), ("n", True), ("n", 1.0),
-    ("n", 10**9), ("temperature", "1"), ("temperature", True), ("temperature", 2.1), ("temperature", -1),
-    ("top_p", 0), ("top_p", 2), ("top_k", 1.5), ("top_k", -2), ("min_p", 2), ("seed", 2**63), ("seed", 1.5),
-    ("presence_penalty", 3), ("frequency_penalty", -3), ("repetition_penalty", 0), ("max_tokens", -2),
-    ("max_tokens", 10**12), ("max_tokens", 1.5), ("min_tokens", -1), ("min_tokens", 9), ("stop", 5), ("stop", ""),
-    ("stop_token_ids", 5), ("ignore_eos", 1), ("logit_bias", []), ("logit_bias", {"x": 1}), ("logit_bias", {"-1": 1}),
-    ("prompt_logprobs", 1.5), ("prompt_logprobs", -2), ("allowed_token_ids", []), ("bad_words", "x"),
-    ("logprob_token_ids", []), ("logprobs_mode", "x"), ("return_token_ids", "yes"), ("cache_salt", ""),
-    ("cache_salt", "s" * 129), ("priority", 1.5), ("priority", 2**63), ("request_id", ""), ("request_id", "x" * 257),
-    ("deadline_ms", 0), ("queue_timeout_ms", -1), ("group_id", ""), ("group_id", "g" * 257), ("vllm_xargs", 5),
+    ("model", 5),
+    ("stream", "yes"),
+    ("stream", 1),
+    ("stream_options", 5),
+    ("n", 0),
+    ("n", True),
+    ("n", 1.0),
+    ("n", 10**9),
+    ("temperature", "1"),
+    ("temperature", True),
+    ("temperature", 2.1),
+    ("temperature", -1),
+    ("top_p", 0),
+    ("top_p", 2),
+    ("top_k", 1.5),
+    ("top_k", -2),
+    ("min_p", 2),
+    ("seed", 2**63),
+    ("seed", 1.5),
+    ("presence_penalty", 3),
+    ("frequency_penalty", -3),
+    ("repetition_penalty", 0),
+    ("max_tokens", -2),
+    ("max_tokens", 10**12),
+    ("max_tokens", 1.5),
+    ("min_tokens", -1),
+    ("min_tokens", 9),
+    ("stop", 5),
+    ("stop", ""),
+    ("stop_token_ids", 5),
+    ("ignore_eos", 1),
+    ("logit_bias", []),
+    ("logit_bias", {"x": 1}),
+    ("logit_bias", {"-1": 1}),
+    ("prompt_logprobs", 1.5),
+    ("prompt_logprobs", -2),
+    ("allowed_token_ids", []),
+    ("bad_words", "x"),
+    ("logprob_token_ids", []),
+    ("logprobs_mode", "x"),
+    ("return_token_ids", "yes"),
+    ("cache_salt", ""),
+    ("cache_salt", "s" * 129),
+    ("priority", 1.5),
+    ("priority", 2**63),
+    ("request_id", ""),
+    ("request_id", "x" * 257),
+    ("deadline_ms", 0),
+    ("queue_timeout_ms", -1),
+    ("group_id", ""),
+    ("group_id", "g" * 257),
+    ("vllm_xargs", 5),
     ("vllm_xargs", {"a": 10**30}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED, ids=lambda value: str(value)[:30])
@@ -52,11 +94,23 @@ def test_a_bad_field_is_refused_by_name_also_before_a_stream(text: Api, route: s
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("functions", [{"name": "f"}]), ("function_call", {"name": "f"}), ("tool_choice", {"type": "allowed_tools"}),
-     ("best_of", 2), ("suffix", "x"), ("guided_json", {}),
-     ("guided_regex", "(a+)+$" * 1000), ("guided_grammar", "x"), ("regex", "a"), ("ebnf", "x"), ("json_schema", "{}"),
-     ("truncate_prompt_tokens", 5), ("kv_transfer_params", {}), ("prompt_embeds", "x")],
-)  # fmt: skip
+    [
+        ("functions", [{"name": "f"}]),
+        ("function_call", {"name": "f"}),
+        ("tool_choice", {"type": "allowed_tools"}),
+        ("best_of", 2),
+        ("suffix", "x"),
+        ("guided_json", {}),
+        ("guided_regex", "(a+)+$" * 1000),
+        ("guided_grammar", "x"),
+        ("regex", "a"),
+        ("ebnf", "x"),
+        ("json_schema", "{}"),
+        ("truncate_prompt_tokens", 5),
+        ("kv_transfer_params", {}),
+        ("prompt_embeds", "x"),
+    ],
+)
 def test_what_would_change_the_answer_is_refused_not_ignored(text: Api, route: str, name: str, value: Any) -> None:
     error = text.refused(text.post(route, BODIES[route] | {name: value}), 400, name)
     assert error["code"] == "unsupported"
@@ -149,20 +203,26 @@ def test_content_as_a_list_of_parts_is_flattened(text: Api) -> None:
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
-        (None, "messages"), ([], "messages"), ("x", "messages"), ({}, "messages"), ([5], "messages[0]"),
-        ([{}], "messages[0].role"), ([{"role": 5, "content": "x"}], "messages[0].role"),
+        (None, "messages"),
+        ([], "messages"),
+        ("x", "messages"),
+        ({}, "messages"),
+        ([5], "messages[0]"),
+        ([{}], "messages[0].role"),
+        ([{"role": 5, "content": "x"}], "messages[0].role"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
         ([*MESSAGES, {"role": "user", "content": [5]}], "messages[1].content[0]"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
         (MESSAGES * 2000, "messages"),
-        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}],
-         "messages[0].tool_calls[0].function.name"),
-        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}],
-         "messages"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}],
+            "messages[0].tool_calls[0].function.name",
+        ),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}], "messages"),
     ],
     ids=lambda value: str(value)[:40],
-)  # fmt: skip
+)
 def test_a_bad_message_is_refused_with_its_place(text: Api, messages: Any, param: str) -> None:
     text.refused(text.post(CHAT, {"messages": messages, "max_tokens": 1}), 400, param)
 
@@ -219,13 +279,24 @@ def test_a_prompt_in_each_of_its_forms(text: Api, prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("prompt", "param"),
     [
-        (None, "prompt"), ("", "prompt"), ([], "prompt"), ([""], "prompt[0]"), (["x", 5], "prompt[1]"), (5, "prompt"),
-        ([5, "x"], "prompt[1]"), ([[]], "prompt[0]"), ([[5], [True]], "prompt[1][0]"), ([5.0], "prompt[0]"),
-        ({}, "prompt"), ([[5], [10**7]], "prompt[1]"), ([-1], "prompt"), (["x"] * 5000, "prompt"),
+        (None, "prompt"),
+        ("", "prompt"),
+        ([], "prompt"),
+        ([""], "prompt[0]"),
+        (["x", 5], "prompt[1]"),
+        (5, "prompt"),
+        ([5, "x"], "prompt[1]"),
+        ([[]], "prompt[0]"),
+        ([[5], [True]], "prompt[1][0]"),
+        ([5.0], "prompt[0]"),
+        ({}, "prompt"),
+        ([[5], [10**7]], "prompt[1]"),
+        ([-1], "prompt"),
+        (["x"] * 5000, "prompt"),
         ([5] * 10**6, "prompt"),
     ],
     ids=lambda value: str(value)[:30],
-)  # fmt: skip
+)
 def test_a_bad_prompt_is_refused_with_its_place(text: Api, prompt: Any, param: str) -> None:
     text.refused(text.post(COMPLETIONS, COMPLETE | {"prompt": prompt}), 400, param)
 
@@ -267,9 +338,19 @@ def test_tokens_as_ids(text: Api) -> None:
 
 
 def test_extensions_mean_what_they_mean_on_the_token_route(text: Api) -> None:
-    params = {"temperature": 1.0, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens": 3, "seed": 4,
-              "max_tokens": 12, "stop_token_ids": [44], "allowed_token_ids": list(range(20, 60)), "ignore_eos": True,
-              "logit_bias": {"30": 1.5}}  # fmt: skip
+    params = {
+        "temperature": 1.0,
+        "top_k": 20,
+        "min_p": 0.01,
+        "repetition_penalty": 1.1,
+        "min_tokens": 3,
+        "seed": 4,
+        "max_tokens": 12,
+        "stop_token_ids": [44],
+        "allowed_token_ids": list(range(20, 60)),
+        "ignore_eos": True,
+        "logit_bias": {"30": 1.5},
+    }
     [tokens] = text.ok(GENERATE, {"token_ids": PROMPT, "sampling_params": params | {"top_p": 1.0}})["choices"]
     body = {"prompt": PROMPT, "return_token_ids": True, "cache_salt": "x", "top_p": 1.0} | params
     [choice] = text.ok(COMPLETIONS, body)["choices"]
@@ -291,13 +372,18 @@ def test_detokenize_undoes_tokenize(text: Api, string: str) -> None:
 @pytest.mark.parametrize(
     ("route", "body", "param"),
     [
-        (TOKENIZE, {}, "prompt"), (TOKENIZE, {"prompt": 5}, "prompt"), (TOKENIZE, {"messages": []}, "messages"),
-        (TOKENIZE, {"prompt": "x", "messages": MESSAGES}, "prompt"), (DETOKENIZE, {}, "tokens"),
-        (DETOKENIZE, {"tokens": [-1]}, "tokens[0]"), (DETOKENIZE, {"tokens": [5, 10**30]}, "tokens[1]"),
-        (DETOKENIZE, {"tokens": [1.0]}, "tokens[0]"), (DETOKENIZE, {"tokens": [True]}, "tokens[0]"),
+        (TOKENIZE, {}, "prompt"),
+        (TOKENIZE, {"prompt": 5}, "prompt"),
+        (TOKENIZE, {"messages": []}, "messages"),
+        (TOKENIZE, {"prompt": "x", "messages": MESSAGES}, "prompt"),
+        (DETOKENIZE, {}, "tokens"),
+        (DETOKENIZE, {"tokens": [-1]}, "tokens[0]"),
+        (DETOKENIZE, {"tokens": [5, 10**30]}, "tokens[1]"),
+        (DETOKENIZE, {"tokens": [1.0]}, "tokens[0]"),
+        (DETOKENIZE, {"tokens": [True]}, "tokens[0]"),
         (DETOKENIZE, {"tokens": "x"}, "tokens"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_tokenizing_refuses_by_name(text: Api, route: str, body: Any, param: str) -> None:
     text.refused(text.post(route, body), 400, param)

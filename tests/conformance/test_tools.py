@@ -10,9 +10,10 @@ import pytest
 from tests.conformance.api import CHAT, CHAT_TOKENS, GENERATE, MESSAGES, PROMPT, TOKENIZE, Api
 
 WEATHER = {
-    "type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "maximum": 9}},
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "maximum": 9}},
     "required": ["city", "days"],
-}  # fmt: skip
+}
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "ping"}},
@@ -66,8 +67,10 @@ def test_streamed_calls_equal_the_reply(text: Api, fields: dict[str, Any]) -> No
             choice["logprobs"] += (part.get("logprobs") or {"content": []})["content"]
             choice["finish"] = part["finish_reason"]
     for choice, streamed in zip(choices, joined, strict=True):
-        calls = [[c["id"], c["function"]["name"], c["function"]["arguments"]] for c in
-                 choice["message"].get("tool_calls", [])]  # fmt: skip
+        calls = [
+            [c["id"], c["function"]["name"], c["function"]["arguments"]]
+            for c in choice["message"].get("tool_calls", [])
+        ]
         assert streamed["calls"] == calls and streamed["content"] == (choice["message"]["content"] or "")
         assert streamed["ids"] == choice["token_ids"] and streamed["logprobs"] == choice["logprobs"]["content"]
         assert streamed["finish"] == choice["finish_reason"]
@@ -95,8 +98,12 @@ def test_calls_in_the_models_own_format_are_read(text: Api) -> None:
     ]
 
 
-VERDICT = {"type": "object", "properties": {"right": {"type": "boolean"}}, "required": ["right"],
-           "additionalProperties": False}  # fmt: skip
+VERDICT = {
+    "type": "object",
+    "properties": {"right": {"type": "boolean"}},
+    "required": ["right"],
+    "additionalProperties": False,
+}
 SHAPED: list[dict[str, Any]] = [
     {"response_format": {"type": "json_schema", "json_schema": {"name": "verdict", "schema": VERDICT}}},
     {"structured_outputs": {"json": VERDICT, "disable_any_whitespace": True}},
@@ -142,18 +149,34 @@ def test_the_result_of_a_call_is_sent_back(text: Api) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tool_choice": "any"}, "tool_choice"), ({"tool_choice": {"type": "function"}}, "tool_choice.function.name"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function.name"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "foo"}}}},
-         "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "foo"}}}},
+            "response_format",
+        ),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
-        ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "parameters": {
-            "type": "object", "properties": {"a": {"type": "foo"}}}}}]}, "tools"),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {
+                            "name": "f",
+                            "parameters": {"type": "object", "properties": {"a": {"type": "foo"}}},
+                        },
+                    }
+                ],
+            },
+            "tools",
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_refusals_name_the_field(text: Api, fields: dict[str, Any], param: str, stream: bool) -> None:
     text.refused(text.post(CHAT, ASK | fields | {"stream": stream}), 400, param)

@@ -72,8 +72,10 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_every_error_code_is_explained() -> None:
     listed = subprocess.run(
         ["grep", "-rhoE", r"\bcode ?= ?\"[a-z_]+\"", ROOT / "tokserve", "--include=*.py"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     codes = set(re.findall(r'"([a-z_]+)"', listed.stdout))
     explained = (DOCS / "troubleshooting.md").read_text()
     assert not {code for code in codes if f"`{code}`" not in explained}

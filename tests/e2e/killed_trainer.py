@@ -16,8 +16,18 @@ from tokserve.checkpoint import DEMO_DIR
 from tokserve.rl import TokserveClient
 
 TENSORS = {"Content-Type": "application/octet-stream"}
-POINTS = ("connected", "generating", "paused", "in paused()", "started", "in the body", "filled", "committing",
-          "committed", "resumed")  # fmt: skip
+POINTS = (
+    "connected",
+    "generating",
+    "paused",
+    "in paused()",
+    "started",
+    "in the body",
+    "filled",
+    "committing",
+    "committed",
+    "resumed",
+)
 
 
 class Trainer:

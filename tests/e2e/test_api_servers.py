@@ -115,8 +115,9 @@ def abort(server: Server, index: int, request: dict[str, Any]) -> Any:
 def test_an_abort_reaches_the_process_that_owns_the_request(two: Server) -> None:
     with in_flight(two, (0, body("mine", group_id="g")), (1, body("other", n=100, group_id="g"))) as (aborted, other):
         assert abort(two, 1, {"request_ids": ["generate-tokens-mine", "nobody"]}) == {
-            "aborted": 1, "results": {"generate-tokens-mine": "aborted", "nobody": "not_found"},
-        }  # fmt: skip
+            "aborted": 1,
+            "results": {"generate-tokens-mine": "aborted", "nobody": "not_found"},
+        }
         assert reasons(aborted.result(PATIENCE)) == {"abort"} and len(aborted.result().json()["choices"]) == 400
         assert abort(two, 1, {"request_ids": ["mine"]})["results"] == {"mine": "finished"}
         assert not other.done()
@@ -142,8 +143,9 @@ def test_an_id_in_flight_is_a_conflict_everywhere_and_so_is_a_full_queue(two: Se
             until(lambda: two.get("/load").json()["server_load"] == 2)  # the first alone is enough for `in_flight`
             assert send(two, 0, body("last", n=300)).status_code == 429
             assert abort(two, 0, {"request_ids": ["last", "more"]})["results"] == {
-                "last": "not_found", "more": "aborted",
-            }  # fmt: skip
+                "last": "not_found",
+                "more": "aborted",
+            }
             assert reasons(more_of_it.result(PATIENCE)) == {"abort"}
     two.wait_idle()
 

@@ -48,8 +48,10 @@ def test_chat_answers_with_the_best_first(server: Served) -> None:
     reply = beams(server, CHAT, **body, logprobs=True, top_logprobs=1)
     assert reply["choices"][0]["message"]["content"] == "85" and len(reply["choices"]) == 3
     assert reply["choices"][0]["finish_reason"] == "stop"
-    scores = [sum(entry["logprob"] for entry in choice["logprobs"]["content"]) / len(choice["token_ids"])
-              for choice in reply["choices"]]  # fmt: skip
+    scores = [
+        sum(entry["logprob"] for entry in choice["logprobs"]["content"]) / len(choice["token_ids"])
+        for choice in reply["choices"]
+    ]
     assert scores == sorted(scores, reverse=True)
     greedy = server.post(CHAT, body | {"temperature": 0, "return_token_ids": True, "max_tokens": 6}).json()
     one = beams(server, CHAT, **body, n=1)
@@ -66,15 +68,24 @@ def test_concurrent_searches_equal_single_ones(server: Served) -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"stream": True}, "stream"), ({"stop": ["x"]}, "stop"), ({"n": 20}, "n"), ({"echo": True}, "echo"),
-        ({"presence_penalty": 0.5}, "presence_penalty"), ({"logit_bias": {"5": 1.0}}, "logit_bias"),
-        ({"length_penalty": 1e9}, "length_penalty"), ({"length_penalty": "x"}, "length_penalty"),
-        ({"use_beam_search": 1}, "use_beam_search"), ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"deadline_ms": 5}, "deadline_ms"), ({"prompt": "x" * 5000}, "prompt"), ({"logprobs": -1}, "logprobs"),
+        ({"stream": True}, "stream"),
+        ({"stop": ["x"]}, "stop"),
+        ({"n": 20}, "n"),
+        ({"echo": True}, "echo"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias"),
+        ({"length_penalty": 1e9}, "length_penalty"),
+        ({"length_penalty": "x"}, "length_penalty"),
+        ({"use_beam_search": 1}, "use_beam_search"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"deadline_ms": 5}, "deadline_ms"),
+        ({"prompt": "x" * 5000}, "prompt"),
+        ({"logprobs": -1}, "logprobs"),
         ({"prompt": ["a"] * 200}, "n"),
-        ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"), ({"min_tokens": 2}, "min_tokens"),
+        ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"),
+        ({"min_tokens": 2}, "min_tokens"),
     ],
-)  # fmt: skip
+)
 def test_fields_without_effect_on_a_beam_search_are_refused(server: Served, body: dict[str, Any], param: str) -> None:
     request_body = {"prompt": "a", "use_beam_search": True, "n": 3, "max_tokens": 6} | body
     answer = server.post(COMPLETIONS, request_body)

@@ -78,9 +78,21 @@ def ids_of(text: str) -> list[int]:
 
 
 NAMES = (
-    "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Phi3", "Mixtral", "Qwen3Moe", "SmolLM3",
-    "Olmo2", "Glm", "Starcoder2",
-)  # fmt: skip
+    "Llama",
+    "Mistral",
+    "Qwen2",
+    "Qwen3",
+    "Gemma",
+    "Gemma2",
+    "Gemma3",
+    "Phi3",
+    "Mixtral",
+    "Qwen3Moe",
+    "SmolLM3",
+    "Olmo2",
+    "Glm",
+    "Starcoder2",
+)
 
 
 @pytest.mark.slow
@@ -121,11 +133,16 @@ def test_sglangs_bodies_of_areal_and_verl(reward: Path) -> None:
         classified = post(server, "/classify", input=text, use_activation=False)
         assert classified["data"][0]["probs"] == one["embedding"]
         for body, field in (
-            ({"text": "a", "input": "a"}, "input"), ({"input_ids": [[1], []]}, "input_ids[1]"), ({}, "input"),
-            ({"text": ["a", "b"], "rid": ["1", "2"]}, "rid"), ({"input": "a", "rid": "1"}, "input_ids"),
-            ({"input_ids": [[4], [70000]]}, "input_ids[1]"), ({"text": "a", "image_data": ["x"]}, "image_data"),
-            ({"text": "a", "dimensions": 3}, "dimensions"), ({"input_ids": [1] * 200}, "input_ids"),
-        ):  # fmt: skip
+            ({"text": "a", "input": "a"}, "input"),
+            ({"input_ids": [[1], []]}, "input_ids[1]"),
+            ({}, "input"),
+            ({"text": ["a", "b"], "rid": ["1", "2"]}, "rid"),
+            ({"input": "a", "rid": "1"}, "input_ids"),
+            ({"input_ids": [[4], [70000]]}, "input_ids[1]"),
+            ({"text": "a", "image_data": ["x"]}, "image_data"),
+            ({"text": "a", "dimensions": 3}, "dimensions"),
+            ({"input_ids": [1] * 200}, "input_ids"),
+        ):
             answer = httpx.post(f"{server.url}/classify", json=body)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
 
@@ -179,9 +196,12 @@ def test_scores_of_a_cross_encoder_and_all_names_of_its_fields(server: Served, r
 
 COHERE = {"model": "tiny", "query": "q", "documents": ["c", "ab", "zzz"], "top_n": 2, "max_tokens_per_doc": 4096}
 JINA = {
-    "model": "tiny", "query": "q", "documents": [{"text": "c"}, {"text": "ab"}, {"text": "zzz"}], "top_n": 2,
+    "model": "tiny",
+    "query": "q",
+    "documents": [{"text": "c"}, {"text": "ab"}, {"text": "zzz"}],
+    "top_n": 2,
     "return_documents": False,
-}  # fmt: skip
+}
 
 
 def test_cohere_and_jina_rerank(server: Served) -> None:
@@ -223,31 +243,42 @@ def test_a_text_that_is_cut_may_be_longer_than_any_context(server: Served) -> No
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
-    ("/classify", {}, "input"), ("/classify", {"input": []}, "input"), ("/classify", {"input": 5}, "input"),
-    ("/classify", {"input": ["a", 5]}, "input[1]"), ("/classify", {"input": [9999]}, "input"),
-    ("/classify", {"input": "a" * 400}, "input"), ("/classify", {"input": "a", "messages": []}, "input"),
+    ("/classify", {}, "input"),
+    ("/classify", {"input": []}, "input"),
+    ("/classify", {"input": 5}, "input"),
+    ("/classify", {"input": ["a", 5]}, "input[1]"),
+    ("/classify", {"input": [9999]}, "input"),
+    ("/classify", {"input": "a" * 400}, "input"),
+    ("/classify", {"input": "a", "messages": []}, "input"),
     ("/classify", {"input": "a", "use_activation": "no"}, "use_activation"),
     ("/classify", {"input": "a", "normalize": True}, "normalize"),
-    ("/classify", {"input": ["a" * 200]}, "input[0]"), ("/classify", {"input": ["a", "a" * 200]}, "input[1]"),
-    ("/classify", {"messages": [5]}, "messages"), ("/classify", {"messages": [[], 5]}, "messages[0]"),
+    ("/classify", {"input": ["a" * 200]}, "input[0]"),
+    ("/classify", {"input": ["a", "a" * 200]}, "input[1]"),
+    ("/classify", {"messages": [5]}, "messages"),
+    ("/classify", {"messages": [[], 5]}, "messages[0]"),
     ("/classify", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ("/classify", {"input": "a" * (1 << 20) + "b", "truncate_prompt_tokens": 8}, "input"),
     ("/classify", {"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ("/classify", {"input": "a", "truncation_side": "top"}, "truncation_side"),
-    ("/pooling", {"input": "a", "task": "encode"}, "task"), ("/pooling", {"input": "a", "task": "embed"}, "task"),
+    ("/pooling", {"input": "a", "task": "encode"}, "task"),
+    ("/pooling", {"input": "a", "task": "embed"}, "task"),
     ("/pooling", {"input": "a", "dimensions": 8}, "dimensions"),
     ("/pooling", {"input": "a", "encoding_format": "hex"}, "encoding_format"),
     ("/pooling", {"input": "a", "embed_dtype": "float16"}, "embed_dtype"),
     ("/v1/embeddings", {"input": "a"}, "model"),
-    ("/score", {}, "queries"), ("/score", {"queries": "a"}, "documents"), ("/score", {"text_1": "a"}, "text_2"),
-    ("/score", {"queries": "a", "text_2": "b"}, "documents"), ("/score", {"queries": [], "documents": "b"}, "queries"),
+    ("/score", {}, "queries"),
+    ("/score", {"queries": "a"}, "documents"),
+    ("/score", {"text_1": "a"}, "text_2"),
+    ("/score", {"queries": "a", "text_2": "b"}, "documents"),
+    ("/score", {"queries": [], "documents": "b"}, "queries"),
     ("/score", {"queries": ["a", "b"], "documents": ["c"]}, "documents"),
     ("/score", {"queries": "a", "documents": ["b", "c" * 300]}, "documents[1]"),
     ("/score", {"queries": [9999], "documents": [[5], [6]]}, "documents[0]"),
     ("/score", {"queries": "a", "documents": [{"image": "b"}]}, "documents[0]"),
     ("/score", {"queries": "a", "documents": "b", "max_tokens_per_doc": -1}, "max_tokens_per_doc"),
     ("/score", {"queries": "a", "documents": "b", "instruction": "c"}, "instruction"),
-    ("/rerank", {"documents": ["a"]}, "query"), ("/rerank", {"query": "a"}, "documents"),
+    ("/rerank", {"documents": ["a"]}, "query"),
+    ("/rerank", {"query": "a"}, "documents"),
     ("/rerank", {"query": ["a"], "documents": ["a"]}, "query"),
     ("/rerank", {"query": "a", "documents": []}, "documents"),
     ("/rerank", {"query": "a", "documents": "b"}, "documents"),
@@ -256,7 +287,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/rerank", {"query": "a", "documents": ["b"], "top_n": "all"}, "top_n"),
     ("/rerank", {"query": {"title": "a"}, "documents": ["b"]}, "query"),
     ("/rerank", {"query": "a", "documents": ["b", {"title": "b"}]}, "documents[1]"),
-]  # fmt: skip
+]
 
 
 def test_bad_bodies_name_the_field(server: Served) -> None:
@@ -284,9 +315,10 @@ def test_rows_of_the_language_models_head_as_labels(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_DIR / name, tmp_path)
     overrides = {
-        "architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["n", "y"],
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "classifier_from_token": ["n", "y"],
         "is_original_qwen3_reranker": True,
-    }  # fmt: skip
+    }
     options = OPTIONS | {"tokens_only": False}
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     no, yes = ids_of("n")[0], ids_of("y")[0]
@@ -313,9 +345,11 @@ def test_the_python_api(reward: Path) -> None:
         assert scores == [llm.score(["q"], [text])[0].outputs.score for text in ("ab", "c")]
         assert scores[0] == llm.classify("qab")[0].outputs.probs[0]
         for call, field in (
-            (lambda: llm.encode("a"), "pooling_task"), (lambda: llm.embed("a"), "probabilities of labels"),
-            (lambda: llm.generate("a"), None), (lambda: llm.score(["a", "b"], ["c"]), "1:1, 1:N or N:N"),
-        ):  # fmt: skip
+            (lambda: llm.encode("a"), "pooling_task"),
+            (lambda: llm.embed("a"), "probabilities of labels"),
+            (lambda: llm.generate("a"), None),
+            (lambda: llm.score(["a", "b"], ["c"]), "1:1, 1:N or N:N"),
+        ):
             if field is not None:
                 with pytest.raises(RequestError, match=field):
                     call()

@@ -60,15 +60,23 @@ def test_long_texts_are_cut(server: Served, count: int) -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"texts": []}, "texts"), ({"texts": None}, "texts"), ({"inputs": []}, "texts"), ({"texts": "a"}, "texts"),
-        ({"texts": [5]}, "texts[0]"), ({"texts": [""]}, "texts[0]"), ({"images": ["data:"]}, "images"),
+        ({"texts": []}, "texts"),
+        ({"texts": None}, "texts"),
+        ({"inputs": []}, "texts"),
+        ({"texts": "a"}, "texts"),
+        ({"texts": [5]}, "texts[0]"),
+        ({"texts": [""]}, "texts[0]"),
+        ({"images": ["data:"]}, "images"),
         ({"texts": None, "inputs": [{"content": []}]}, "inputs[0].content"),
         ({"texts": None, "inputs": [{"content": [{"type": "image_url"}]}]}, "inputs[0].content[0]"),
-        ({"embedding_types": ["int8"]}, "embedding_types[0]"), ({"truncate": "MIDDLE"}, "truncate"),
-        ({"output_dimension": 16}, "output_dimension"), ({"input_type": "poem"}, "input_type"),
-        ({"max_tokens": 0}, "max_tokens"), ({"texts": ["a"] * 5000}, "texts"),
+        ({"embedding_types": ["int8"]}, "embedding_types[0]"),
+        ({"truncate": "MIDDLE"}, "truncate"),
+        ({"output_dimension": 16}, "output_dimension"),
+        ({"input_type": "poem"}, "input_type"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"texts": ["a"] * 5000}, "texts"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_named(server: Served, body: dict[str, Any], param: str) -> None:
     answer = server.post("/v2/embed", {"texts": ["a"]} | body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text

@@ -19,9 +19,13 @@ pytestmark = pytest.mark.slow
 SMALL = ("--max-model-len", "512", "--kv-cache-memory-bytes", "4M")
 PROMPT = [40 + (index * 7) % 240 for index in range(330)]
 ASKED = {
-    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
-    "remote_host": None, "remote_port": None,
-}  # fmt: skip
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
 GENERATE = "/inference/v1/generate"
 
 
@@ -30,9 +34,12 @@ def flags(connector: str, role: str, directory: Path, policy: str = "fail", **ex
     key.write_text("a secret of these tests")
     options = {"key_file": str(key)} if connector == "tcp" else {"shared_storage_path": str(directory / "kv")}
     config = {
-        "kv_connector": connector, "kv_role": role, "kv_port": 0, "kv_load_failure_policy": policy,
+        "kv_connector": connector,
+        "kv_role": role,
+        "kv_port": 0,
+        "kv_load_failure_policy": policy,
         "kv_connector_extra_config": options | extra,
-    }  # fmt: skip
+    }
     return (*SMALL, "--kv-transfer-config", json.dumps(config))
 
 
@@ -124,21 +131,32 @@ def test_text_routes_and_streams(pair: tuple[Server, Server]) -> None:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ("text", ""), ([], ""), ({"do_remote_decode": True}, "do_remote_decode"),
+        ("text", ""),
+        ([], ""),
+        ({"do_remote_decode": True}, "do_remote_decode"),
         ({"do_remote_prefill": 1}, "do_remote_prefill"),
-        ({"do_remote_prefill": True}, "remote_block_ids"), ({"remote_block_ids": "x"}, "remote_block_ids"),
-        ({"remote_block_ids": [[1 << 40]]}, "remote_block_ids"), ({"remote_block_ids": [[0]] * 2}, "remote_block_ids"),
-        ({"remote_block_ids": [[0] * 100_000]}, "remote_block_ids"), ({"remote_port": 0}, "remote_port"),
-        ({"remote_host": "example.com"}, "remote_host"), ({"remote_host": 5}, "remote_host"),
-        ({"tp_size": 2}, "tp_size"), ({"transfer_mode": "push"}, "transfer_mode"),
+        ({"do_remote_prefill": True}, "remote_block_ids"),
+        ({"remote_block_ids": "x"}, "remote_block_ids"),
+        ({"remote_block_ids": [[1 << 40]]}, "remote_block_ids"),
+        ({"remote_block_ids": [[0]] * 2}, "remote_block_ids"),
+        ({"remote_block_ids": [[0] * 100_000]}, "remote_block_ids"),
+        ({"remote_port": 0}, "remote_port"),
+        ({"remote_host": "example.com"}, "remote_host"),
+        ({"remote_host": 5}, "remote_host"),
+        ({"tp_size": 2}, "tp_size"),
+        ({"transfer_mode": "push"}, "transfer_mode"),
     ],
-)  # fmt: skip
+)
 def test_hostile_params_are_refused_with_the_fields_name(pair: tuple[Server, Server], change: Any, field: str) -> None:
     second = pair[1]
     good = {
-        "do_remote_prefill": True, "remote_block_ids": [[0]], "remote_engine_id": "e", "remote_request_id": "r",
-        "remote_host": "127.0.0.1", "remote_port": 9,
-    }  # fmt: skip
+        "do_remote_prefill": True,
+        "remote_block_ids": [[0]],
+        "remote_engine_id": "e",
+        "remote_request_id": "r",
+        "remote_host": "127.0.0.1",
+        "remote_port": 9,
+    }
     kv_params = (
         change if not isinstance(change, dict) or len(change) > 1 or "do_remote" in str(change) else good | change
     )

@@ -115,15 +115,22 @@ def test_the_openai_client_and_all_encodings(server: Served) -> None:
 
 
 BAD: list[tuple[dict[str, Any], str, int]] = [
-    ({}, "input", 400), ({"input": []}, "input", 400), ({"input": [[]]}, "input[0]", 400),
-    ({"input": [5, "x"]}, "input[1]", 400), ({"input": [[5], 5]}, "input[1]", 400), ({"input": 5}, "input", 400),
-    ({"input": [9999]}, "input", 400), ({"input": [5] * 129}, "input", 400),
-    ({"input": [[5], [5] * 129]}, "input[1]", 400), ({"input": [5], "dimensions": 7}, "dimensions", 400),
+    ({}, "input", 400),
+    ({"input": []}, "input", 400),
+    ({"input": [[]]}, "input[0]", 400),
+    ({"input": [5, "x"]}, "input[1]", 400),
+    ({"input": [[5], 5]}, "input[1]", 400),
+    ({"input": 5}, "input", 400),
+    ({"input": [9999]}, "input", 400),
+    ({"input": [5] * 129}, "input", 400),
+    ({"input": [[5], [5] * 129]}, "input[1]", 400),
+    ({"input": [5], "dimensions": 7}, "dimensions", 400),
     ({"input": [5], "encoding_format": "hex"}, "encoding_format", 400),
     ({"input": [5], "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", 400),
-    ({"input": [5], "model": "other"}, "model", 404), ({"input": [5], "priority": "high"}, "priority", 400),
+    ({"input": [5], "model": "other"}, "model", 404),
+    ({"input": [5], "priority": "high"}, "priority", 400),
     ({"input": [5], "messages": []}, "input", 400),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("body", "field", "status"), BAD, ids=lambda value: str(value)[:40])

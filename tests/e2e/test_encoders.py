@@ -127,23 +127,43 @@ def test_labels_of_tokens_and_what_the_model_does_not_do(server: Served) -> None
     assert [one["shape"] for one in places] == [[4, 1], [3, 1]] and places[1]["start"] == 16
     assert refusal(server, "/pooling", input="a", task="token_embed")["param"] == "task"
     for path, body in (
-        ("/v1/completions", {"prompt": "a"}), ("/inference/v1/generate", {"token_ids": [4], "sampling_params": {}}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/inference/v1/generate", {"token_ids": [4], "sampling_params": {}}),
         ("/v1/embeddings", {"input": "a"}),
-    ):  # fmt: skip
+    ):
         assert refusal(server, path, **body)["code"] == "unsupported"
     assert refusal(server, "/v1/chat/completions", messages=[{"role": "user", "content": "a"}])["message"]
 
 
 VALID: dict[str, dict[str, Any]] = {
-    "/classify": {"input": "a cat"}, "/pooling": {"input": ["a", "cat"], "task": "token_classify"},
+    "/classify": {"input": "a cat"},
+    "/pooling": {"input": ["a", "cat"], "task": "token_classify"},
     "/score": {"queries": "a cat", "documents": ["a", "stone"]},
     "/v2/rerank": {"query": "a cat", "documents": ["a", "stone"], "top_n": 1},
-    "/v1/embeddings": {"input": "a"}, "/v2/embed": {"texts": ["a"], "model": "x", "embedding_types": ["float"]},
-}  # fmt: skip
+    "/v1/embeddings": {"input": "a"},
+    "/v2/embed": {"texts": ["a"], "model": "x", "embedding_types": ["float"]},
+}
 ODD: list[Any] = [
-    None, True, -1, 2**70, 1.5, "", "\u0000", "blue " * 99, [], {}, [None], [[]], [[5], "a"], [2**40], [-1],
-    {"text": 5}, [{"text": "a", "x": 1}], [["a"]], ["a"] * 5000,
-]  # fmt: skip
+    None,
+    True,
+    -1,
+    2**70,
+    1.5,
+    "",
+    "\u0000",
+    "blue " * 99,
+    [],
+    {},
+    [None],
+    [[]],
+    [[5], "a"],
+    [2**40],
+    [-1],
+    {"text": 5},
+    [{"text": "a", "x": 1}],
+    [["a"]],
+    ["a"] * 5000,
+]
 FIELDS = [
     "truncate_prompt_tokens",
     "dimensions",
@@ -225,12 +245,16 @@ def test_options_that_are_of_no_use_are_refused(
         resolve(Config.make(model=str(cross[0]), **options))
 
 
-@pytest.mark.parametrize(("path", "body"), [
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "cat"}]}),
-    ("/v1/chat/completions/render", {"messages": [{"role": "user", "content": "cat"}]}),
-    ("/v1/responses", {"input": "cat"}), ("/v1/completions", {"prompt": "cat"}),
-    ("/v1/messages", {"max_tokens": 4, "messages": [{"role": "user", "content": "cat"}]}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "cat"}]}),
+        ("/v1/chat/completions/render", {"messages": [{"role": "user", "content": "cat"}]}),
+        ("/v1/responses", {"input": "cat"}),
+        ("/v1/completions", {"prompt": "cat"}),
+        ("/v1/messages", {"max_tokens": 4, "messages": [{"role": "user", "content": "cat"}]}),
+    ],
+)
 def test_routes_that_generate_are_refused_as_such_where_there_is_no_template(
     server: Served, path: str, body: dict[str, Any]
 ) -> None:

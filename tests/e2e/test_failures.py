@@ -150,8 +150,10 @@ def test_a_second_sigint_hangs_up_on_a_client_that_does_not_read() -> None:
         url = httpx.URL(server.url)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect((url.host, url.port))
-        client.sendall(b"POST /inference/v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                       b"Content-Length: %d\r\n\r\n" % len(body) + body)  # fmt: skip
+        client.sendall(
+            b"POST /inference/v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(body) + body
+        )
         time.sleep(0.5)
         server.process.send_signal(signal.SIGINT)
         time.sleep(0.1)

@@ -33,8 +33,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = write_served(tmp_path_factory.mktemp("vl"))
     (directory.parent / "pictures").mkdir(exist_ok=True)
     (directory.parent / "pictures" / "one.png").write_bytes(ONE)
-    flags = ("--dtype", "bfloat16", "--max-model-len", "512", "--max-num-batched-tokens", "64",
-             "--allowed-local-media-path", str(directory.parent / "pictures"), "--served-model-name", "vl")  # fmt: skip
+    flags = (
+        "--dtype",
+        "bfloat16",
+        "--max-model-len",
+        "512",
+        "--max-num-batched-tokens",
+        "64",
+        "--allowed-local-media-path",
+        str(directory.parent / "pictures"),
+        "--served-model-name",
+        "vl",
+    )
     with ServerThread(directory, *flags) as server:
         server.directory = directory.parent / "pictures"  # type: ignore[attr-defined]
         yield server
@@ -57,10 +67,17 @@ def refused(server: Served, body: dict[str, Any], status: int = 400, path: str =
     return error
 
 
-MESSAGES = [{"role": "user", "content": [
-    {"type": "text", "text": "see "}, {"type": "image_url", "image_url": {"url": data_url(ONE)}},
-    {"type": "text", "text": " and "}, {"type": "image_url", "image_url": {"url": data_url(TWO)}},
-]}]  # fmt: skip
+MESSAGES = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "see "},
+            {"type": "image_url", "image_url": {"url": data_url(ONE)}},
+            {"type": "text", "text": " and "},
+            {"type": "image_url", "image_url": {"url": data_url(TWO)}},
+        ],
+    }
+]
 
 
 def outcome(reply: dict[str, Any]) -> tuple[list[int], list[float]]:
@@ -69,8 +86,19 @@ def outcome(reply: dict[str, Any]) -> tuple[list[int], list[float]]:
 
 
 def test_five_paths_have_the_same_bits(server: Served) -> None:
-    chat = ask(server, {"messages": MESSAGES, "logprobs": True, "return_token_ids": True, "max_tokens": 6,
-                        "temperature": 0.7, "seed": 3, "ignore_eos": True}, CHAT)  # fmt: skip
+    chat = ask(
+        server,
+        {
+            "messages": MESSAGES,
+            "logprobs": True,
+            "return_token_ids": True,
+            "max_tokens": 6,
+            "temperature": 0.7,
+            "seed": 3,
+            "ignore_eos": True,
+        },
+        CHAT,
+    )
     expected, expanded = outcome(chat), chat["prompt_token_ids"]
     rendered = ask(server, {"messages": MESSAGES}, RENDER)
     assert rendered["token_ids"] == expanded
@@ -88,23 +116,49 @@ def test_five_paths_have_the_same_bits(server: Served) -> None:
     places = rendered["features"]["mm_placeholders"]
     assert reply["mm_placeholders"] == places and len(places["image"]) == 2
     assert all(expanded[place["offset"]] == PAD for place in places["image"])
-    anthropic = [{"role": "user", "content": [
-        {"type": "text", "text": "see "},
-        {"type": "image", "source": {"type": "base64", "media_type": "image/png",
-                                     "data": base64.b64encode(ONE).decode()}},
-        {"type": "text", "text": " and "},
-        {"type": "image", "source": {"type": "base64", "media_type": "image/png",
-                                     "data": base64.b64encode(TWO).decode()}},
-    ]}]  # fmt: skip
+    anthropic = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "see "},
+                {
+                    "type": "image",
+                    "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(ONE).decode()},
+                },
+                {"type": "text", "text": " and "},
+                {
+                    "type": "image",
+                    "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(TWO).decode()},
+                },
+            ],
+        }
+    ]
     request = {"model": "vl", "max_tokens": 6, "messages": anthropic}
     assert ask(server, request, "/v1/messages/render")["token_ids"] == expanded
     assert ask(server, request, "/v1/messages/count_tokens")["input_tokens"] == len(expanded)
-    items = [{"role": "user", "content": [
-        {"type": "input_text", "text": "see "}, {"type": "input_image", "image_url": data_url(ONE)},
-        {"type": "input_text", "text": " and "}, {"type": "input_image", "image_url": data_url(TWO)},
-    ]}]  # fmt: skip
-    responses = ask(server, {"input": items, "max_output_tokens": 6, "temperature": 0.7, "seed": 3,
-                             "ignore_eos": True, "return_token_ids": True}, "/v1/responses")  # fmt: skip
+    items = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "see "},
+                {"type": "input_image", "image_url": data_url(ONE)},
+                {"type": "input_text", "text": " and "},
+                {"type": "input_image", "image_url": data_url(TWO)},
+            ],
+        }
+    ]
+    responses = ask(
+        server,
+        {
+            "input": items,
+            "max_output_tokens": 6,
+            "temperature": 0.7,
+            "seed": 3,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        },
+        "/v1/responses",
+    )
     assert (responses["prompt_token_ids"], responses["token_ids"]) == (expanded, expected[0])
     tokens = ask(server, {"messages": MESSAGES}, "/tokenize")
     assert tokens["tokens"] == expanded
@@ -122,8 +176,11 @@ def test_gemma_is_shown_what_its_processor_makes(tmp_path: Path) -> None:
         params = {"max_tokens": 4, "temperature": 0, "logprobs": 0, "prompt_logprobs": 0, "ignore_eos": True}
         body = rendered | {"sampling_params": params, "logprobs_format": "arrays"}
         reply = ask(server, body)
-        short = [token for i, token in enumerate(rendered["token_ids"]) if token != 288
-                 or rendered["token_ids"][i - 1] != 288]  # fmt: skip
+        short = [
+            token
+            for i, token in enumerate(rendered["token_ids"])
+            if token != 288 or rendered["token_ids"][i - 1] != 288
+        ]
         again = ask(server, by_parts(ONE, TWO, ids=short, sampling_params=params, logprobs_format="arrays"))
         assert again["choices"] == reply["choices"]
         streamed = {"messages": [{"role": "user", "content": "<start_of_image>"}]}
@@ -195,14 +252,16 @@ def test_files_and_addresses(server: Served) -> None:
 def test_bodies_that_do_not_fit_are_refused(server: Served) -> None:
     image = {"type": "image_url", "url": data_url(ONE)}
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"content_parts": [image, image]}, "token_ids"), ({"content_parts": []}, "token_ids"),
+        ({"content_parts": [image, image]}, "token_ids"),
+        ({"content_parts": []}, "token_ids"),
         ({"content_parts": [{"type": "video_url", "url": "x"}]}, "content_parts[0].type"),
         ({"content_parts": [{"type": "image_url"}]}, "content_parts[0].url"),
-        ({"content_parts": "x"}, "content_parts"), ({"content_parts": [5]}, "content_parts[0]"),
+        ({"content_parts": "x"}, "content_parts"),
+        ({"content_parts": [5]}, "content_parts[0]"),
         ({"content_parts": [image], "features": {}}, "content_parts"),
         ({"token_ids": [5, START, PAD, PAD, PAD, PAD, END]}, "token_ids"),
         ({"content_parts": [{"type": "image_url", "url": data_url(b"no image at all")}]}, "content_parts[0].url"),
-    ]  # fmt: skip
+    ]
     for change, field in cases:
         assert refused(server, by_parts(ONE) | change)["param"] == field, change
     error = refused(server, {"messages": [{"role": "user", "content": "<|image_pad|>"}]}, path=CHAT)
@@ -238,9 +297,12 @@ def test_features_that_do_not_fit_are_refused(server: Served) -> None:
     place = good["features"]["mm_placeholders"]["image"][0]
     cases: list[tuple[dict[str, Any], str]] = [
         ({"mm_hashes": {"image": ["a", "b"]}}, "features.mm_placeholders.image"),
-        ({"mm_hashes": {"video": ["a"]}}, "features.mm_hashes.video"), ({"mm_hashes": None}, "features.mm_hashes"),
-        ({"mm_placeholders": {"image": [place | {"offset": 1 + place["offset"]}]}},
-         "features.mm_placeholders.image[0]"),
+        ({"mm_hashes": {"video": ["a"]}}, "features.mm_hashes.video"),
+        ({"mm_hashes": None}, "features.mm_hashes"),
+        (
+            {"mm_placeholders": {"image": [place | {"offset": 1 + place["offset"]}]}},
+            "features.mm_placeholders.image[0]",
+        ),
         ({"mm_placeholders": {"image": [place | {"length": 10**6}]}}, "features.mm_placeholders.image[0]"),
         ({"mm_placeholders": {"image": [place | {"length": place["length"] - 1}]}}, "features.kwargs_data.image[0]"),
         ({"kwargs_data": {"image": ["!!"]}}, "features.kwargs_data.image[0]"),
@@ -248,16 +310,20 @@ def test_features_that_do_not_fit_are_refused(server: Served) -> None:
         ({"kwargs_data": {"image": [item(code=1)]}}, "features.kwargs_data.image[0]"),
         ({"kwargs_data": {"image": [item(width=383)]}}, "features.kwargs_data.image[0].pixel_values"),
         ({"kwargs_data": {"image": [item(dtype="float64")]}}, "features.kwargs_data.image[0].pixel_values"),
-        *(({"kwargs_data": {"image": [item(data=data)]}}, "features.kwargs_data.image[0].pixel_values")
-          for data in (5, ["float32", [24, -1], EMPTY], ["float32", 24, EMPTY], ["float32", [24, 384], EMPTY])),
-        ({"kwargs_data": {"image": [item(grid=["float32", [3], EMPTY])]}},
-         "features.kwargs_data.image[0].image_grid_thw"),
+        *(
+            ({"kwargs_data": {"image": [item(data=data)]}}, "features.kwargs_data.image[0].pixel_values")
+            for data in (5, ["float32", [24, -1], EMPTY], ["float32", 24, EMPTY], ["float32", [24, 384], EMPTY])
+        ),
+        (
+            {"kwargs_data": {"image": [item(grid=["float32", [3], EMPTY])]}},
+            "features.kwargs_data.image[0].image_grid_thw",
+        ),
         ({"kwargs_data": {"image": [item(grid=[1, 4])]}}, "features.kwargs_data.image[0].image_grid_thw"),
         ({"kwargs_data": {"image": [item(grid=[1, 3, 8])]}}, "features.kwargs_data.image[0]"),
         ({"kwargs_data": {"image": [item(grid=[2, 2, 6])]}}, "features.kwargs_data.image[0]"),
         ({"kwargs_data": {"image": [item(patches=20)]}}, "features.kwargs_data.image[0]"),
         ({"other": 1}, "features.other"),
-    ]  # fmt: skip
+    ]
     for change, field in cases:
         body = good | {"features": good["features"] | change}
         assert refused(server, body)["param"] == field, change

@@ -73,8 +73,10 @@ def adapter_names(model: Path) -> list[str]:
     modules = [name.removesuffix(".weight") for name in weights(model)]
     return [
         f"base_model.model.{module}.lora_{part}.weight"
-        for module in modules if module.rpartition(".")[2] in targets for part in "AB"
-    ]  # fmt: skip
+        for module in modules
+        if module.rpartition(".")[2] in targets
+        for part in "AB"
+    ]
 
 
 def test_sleep_and_new_weights(llm: LLM, model: Path, tmp_path: Path) -> None:

@@ -65,8 +65,12 @@ def test_a_conversation_is_its_prompt(llm: LLM) -> None:
     def talk(image: dict[str, Any]) -> list[dict[str, Any]]:
         return [{"role": "user", "content": [{"type": "text", "text": "see "}, image]}]
 
-    forms = [{"type": "image", "image": pillow(ONE)}, {"type": "image_pil", "image_pil": pillow(ONE)},
-             {"type": "image_url", "image_url": {"url": data_url(ONE)}}, {"type": "image", "image": ONE}]  # fmt: skip
+    forms = [
+        {"type": "image", "image": pillow(ONE)},
+        {"type": "image_pil", "image_pil": pillow(ONE)},
+        {"type": "image_url", "image_url": {"url": data_url(ONE)}},
+        {"type": "image", "image": ONE},
+    ]
     outputs = llm.chat([talk(form) for form in forms], PARAMS, use_tqdm=False)
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
     assert len({tuple(output.prompt_token_ids) for output in outputs}) == 1

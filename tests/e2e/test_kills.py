@@ -171,8 +171,12 @@ def serves_again(server: Server, layout: str) -> None:
         time.sleep(0.1)
 
 
-VICTIMS = [(layout, kind, number) for layout, kinds in KINDS.items() for kind, count in kinds.items()
-           for number in range(count)]  # fmt: skip
+VICTIMS = [
+    (layout, kind, number)
+    for layout, kinds in KINDS.items()
+    for kind, count in kinds.items()
+    for number in range(count)
+]
 
 
 @pytest.mark.parametrize(("layout", "kind", "number"), VICTIMS)

@@ -94,7 +94,7 @@ def test_experts_survive_batches_chunks_preemption_and_the_prefix_cache(
         for _ in range(2):
             for (tokens, experts), (expected_tokens, expected_experts) in zip(
                 routed(llm, PROMPTS, PARAMS), expected, strict=True
-            ):  # fmt: skip
+            ):
                 assert tokens == expected_tokens and np.array_equal(experts, expected_experts)
         assert llm.stats.preemptions > 0 and llm.stats.prefix_hits > 0
         tokens, expected_experts = expected[1]

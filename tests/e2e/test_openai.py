@@ -123,9 +123,14 @@ class Weather(pydantic.BaseModel):
 
 def test_tool_calls_by_the_sdks_helpers(client: openai.OpenAI) -> None:
     body: dict[str, Any] = {
-        "model": "demo", "messages": QUESTION, "max_tokens": 200, "seed": 2, "tool_choice": "required",
-        "tools": [openai.pydantic_function_tool(Weather)], "parallel_tool_calls": False,
-    }  # fmt: skip
+        "model": "demo",
+        "messages": QUESTION,
+        "max_tokens": 200,
+        "seed": 2,
+        "tool_choice": "required",
+        "tools": [openai.pydantic_function_tool(Weather)],
+        "parallel_tool_calls": False,
+    }
     choice = client.chat.completions.parse(**body).choices[0]
     (call,) = choice.message.tool_calls or []
     assert isinstance(call.function.parsed_arguments, Weather) and choice.finish_reason == "tool_calls"

@@ -71,8 +71,11 @@ def test_a_body_without_a_length_is_refused_as_soon_as_it_is_too_long(small: Ser
 
 def test_clients_that_do_not_read_delay_no_other_client(small: Server) -> None:
     alone = small.generate(PROMPT, **PARAMS)["choices"]
-    body = {"token_ids": PROMPT, "stream": True, "sampling_params": {
-        "max_tokens": 1900, "n": 32, "logprobs": 20, "ignore_eos": True}}  # fmt: skip
+    body = {
+        "token_ids": PROMPT,
+        "stream": True,
+        "sampling_params": {"max_tokens": 1900, "n": 32, "logprobs": 20, "ignore_eos": True},
+    }
     raw = json.dumps(body).encode()
     with ExitStack() as stack:
         for _ in range(3):

@@ -49,11 +49,12 @@ def in_flight(server: Server, *names: str) -> Iterator[list[Any]]:
         try:
             yield [
                 pool.submit(
-                    server.post, "/inference/v1/generate",
+                    server.post,
+                    "/inference/v1/generate",
                     {"token_ids": [5, 6, 7], "request_id": name, "group_id": "g", "sampling_params": params},
                 )
                 for name in names
-            ]  # fmt: skip
+            ]
         finally:
             server.post("/abort_requests", {"all": True})
 
@@ -95,9 +96,11 @@ def test_the_playground_shows_tokens_ids_and_logprobs(browser: Browser, server: 
     assert "stop (eos)" in status and "3 output tokens" in status and "seed 9007199254740993" in status
     assert browser.text("#tokens") == "85<|im_end|>"
     body = {
-        "messages": [{"role": "user", "content": "What is 47 + 38?"}], "temperature": 0, "logprobs": True,
+        "messages": [{"role": "user", "content": "What is 47 + 38?"}],
+        "temperature": 0,
+        "logprobs": True,
         "return_token_ids": True,
-    }  # fmt: skip
+    }
     choice = server.post("/v1/chat/completions", body).json()["choices"][0]
     assert browser.run("return document.querySelector('#ids').textContent") == ", ".join(map(str, choice["token_ids"]))
     details = browser.text("#token")

@@ -13,8 +13,12 @@ import pytest
 from tests.threads import ServerThread
 from tokserve import LLM, SamplingParams
 
-OPTIONS: dict[str, Any] = {"max_model_len": 256, "cpu_threads": 1, "enable_prefix_caching": False,
-                           "spec_method": "none"}  # fmt: skip
+OPTIONS: dict[str, Any] = {
+    "max_model_len": 256,
+    "cpu_threads": 1,
+    "enable_prefix_caching": False,
+    "spec_method": "none",
+}
 PROMPTS = [[5, 6, 7], [8] * 40]
 PARAMS = SamplingParams(max_tokens=6, seed=1, ignore_eos=True, logprobs=0)
 

@@ -23,35 +23,77 @@ from tokserve.checkpoint import DEMO_DIR
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 FAMILIES = (
-    "qwen3", "llama", "gemma3_text", "mixtral", "qwen3_moe", "deepseek_v3", "qwen3_next", "lfm2", "gpt_oss", "phi3",
-)  # fmt: skip
+    "qwen3",
+    "llama",
+    "gemma3_text",
+    "mixtral",
+    "qwen3_moe",
+    "deepseek_v3",
+    "qwen3_next",
+    "lfm2",
+    "gpt_oss",
+    "phi3",
+)
 Options = dict[str, str]
 ARITHMETIC: dict[str, tuple[str, ...]] = {  # options on which bits depend; "": left out
-    "--dtype": ("float32", "bfloat16"), "--quantization": ("", "", "int8", "int4"), "--head-dtype": ("", "", "float32"),
+    "--dtype": ("float32", "bfloat16"),
+    "--quantization": ("", "", "int8", "int4"),
+    "--head-dtype": ("", "", "float32"),
     "-tp": ("", "", "2"),
-}  # fmt: skip
+}
 OTHERS: dict[str, tuple[str, ...]] = {
-    "--block-size": ("5", "8", "16", "32", "64"), "--no-enable-prefix-caching": ("",),
-    "--max-num-seqs": ("1", "2", "5", "16"), "--max-num-batched-tokens": ("16", "33", "64", "512"),
-    "--max-chunk": ("1", "8", "64"), "--scheduling-policy": ("fcfs", "priority"), "--depth": ("1", "2"),
+    "--block-size": ("5", "8", "16", "32", "64"),
+    "--no-enable-prefix-caching": ("",),
+    "--max-num-seqs": ("1", "2", "5", "16"),
+    "--max-num-batched-tokens": ("16", "33", "64", "512"),
+    "--max-chunk": ("1", "8", "64"),
+    "--scheduling-policy": ("fcfs", "priority"),
+    "--depth": ("1", "2"),
     "--speculative-config": (
-        '{"method": "ngram", "num_speculative_tokens": 4}', '{"method": "suffix", "num_speculative_tokens": 6}',
+        '{"method": "ngram", "num_speculative_tokens": 4}',
+        '{"method": "suffix", "num_speculative_tokens": 6}',
         '{"method": "self", "num_speculative_tokens": 3}',
     ),
-    "--enforce-eager": ("",), "--cpu-threads": ("1", "2"), "-pp": ("2", "3"), "-dp": ("2",), "-asc": ("2",),
-    "--kv-offloading-size": ("0.01",), "--state-snapshot-interval": ("16", "64"), "--enable-lora": ("",),
-    "--return-sampling-mask": ("",), "--weight-staging": ("beside", "in_place"), "--weight-checksums": ("",),
-    "--restart-engine": ("1",), "--log-requests": ("",), "--strict": ("",), "--fair-clients": ("",),
-    "--no-exact": ("",), "--sglang-api": ("",), "--vllm-metric-names": ("",), "--tokens-only": ("",),
-    "--per-request-spec-decode-metrics": ("summary", "detailed"), "--kv-cache-memory-bytes": ("200K", "1M", "64M"),
-    "--max-model-len": ("64", "200", "512"), "--log-format": ("json",), "--check-weights": ("off",),
-    "--gpu-memory-utilization": ("0.01", "0.5"), "--control-lease": ("5",), "--client-header": ("x-client",),
-    "--grammar-cache-bytes": ("1000000",), "--max-requests-per-client": ("8",), "--stream-stall-timeout": ("5",),
-}  # fmt: skip
+    "--enforce-eager": ("",),
+    "--cpu-threads": ("1", "2"),
+    "-pp": ("2", "3"),
+    "-dp": ("2",),
+    "-asc": ("2",),
+    "--kv-offloading-size": ("0.01",),
+    "--state-snapshot-interval": ("16", "64"),
+    "--enable-lora": ("",),
+    "--return-sampling-mask": ("",),
+    "--weight-staging": ("beside", "in_place"),
+    "--weight-checksums": ("",),
+    "--restart-engine": ("1",),
+    "--log-requests": ("",),
+    "--strict": ("",),
+    "--fair-clients": ("",),
+    "--no-exact": ("",),
+    "--sglang-api": ("",),
+    "--vllm-metric-names": ("",),
+    "--tokens-only": ("",),
+    "--per-request-spec-decode-metrics": ("summary", "detailed"),
+    "--kv-cache-memory-bytes": ("200K", "1M", "64M"),
+    "--max-model-len": ("64", "200", "512"),
+    "--log-format": ("json",),
+    "--check-weights": ("off",),
+    "--gpu-memory-utilization": ("0.01", "0.5"),
+    "--control-lease": ("5",),
+    "--client-header": ("x-client",),
+    "--grammar-cache-bytes": ("1000000",),
+    "--max-requests-per-client": ("8",),
+    "--stream-stall-timeout": ("5",),
+}
 SAMPLING: list[dict[str, Any]] = [
-    {"temperature": 0.0}, {"temperature": 0.9}, {"top_p": 0.8, "top_k": 12}, {"repetition_penalty": 1.2, "min_p": 0.02},
-    {"n": 2}, {"temperature": 0.0, "prompt_logprobs": 1}, {"temperature": 1.2, "logit_bias": {"50": 3.0}},
-]  # fmt: skip
+    {"temperature": 0.0},
+    {"temperature": 0.9},
+    {"top_p": 0.8, "top_k": 12},
+    {"repetition_penalty": 1.2, "min_p": 0.02},
+    {"n": 2},
+    {"temperature": 0.0, "prompt_logprobs": 1},
+    {"temperature": 1.2, "logit_bias": {"50": 3.0}},
+]
 _plain: dict[str, list[Any]] = {}  # replies by family and arithmetic
 
 

@@ -36,8 +36,11 @@ from tokserve.rl.broadcast import TransferGroup, send
 PROMPT = [*range(3, 200)]
 GENERATE = "/inference/v1/generate"
 OPTIONS: dict[str, Any] = {
-    "tokens_only": True, "max_model_len": 256, "max_num_batched_tokens": 37, "log_level": "warning",
-}  # fmt: skip
+    "tokens_only": True,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 37,
+    "log_level": "warning",
+}
 TOLERANCE = 2e-4  # of float32 logprobs
 
 
@@ -258,9 +261,11 @@ def test_weights_come_to_each_rank_over_gloo_and_http(qwen3: Path, tmp_path: Pat
             assert server.post("/start_weight_update", {"is_checkpoint_format": True}).status_code == 200
             sending = pool.submit(send, group.result(), tensors.values(), packed=True)
             announced = {
-                "names": list(tensors), "dtype_names": ["float32"] * len(tensors), "packed": True,
+                "names": list(tensors),
+                "dtype_names": ["float32"] * len(tensors),
+                "packed": True,
                 "shapes": [list(tensor.shape) for tensor in tensors.values()],
-            }  # fmt: skip
+            }
             taken = server.post("/update_weights", {"update_info": announced})
             assert taken.status_code == 200, taken.text
             sending.result()

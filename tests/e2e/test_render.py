@@ -12,14 +12,20 @@ from tests.replies import good
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 MESSAGES = [{"role": "user", "content": "Reverse the word planet."}]
 COMMON: list[dict[str, Any]] = [
-    {"temperature": 0}, {"seed": 3, "n": 3, "max_tokens": 20}, {"temperature": 0, "stop": ["nal"]},
-    {"temperature": 0, "stop": ["e", "al"], "min_tokens": 4}, {"temperature": 0, "include_stop_str_in_output": True},
+    {"temperature": 0},
+    {"seed": 3, "n": 3, "max_tokens": 20},
+    {"temperature": 0, "stop": ["nal"]},
+    {"temperature": 0, "stop": ["e", "al"], "min_tokens": 4},
+    {"temperature": 0, "include_stop_str_in_output": True},
     {"seed": 5, "ignore_eos": True, "max_tokens": 30, "skip_special_tokens": False},
-    {"temperature": 0, "skip_special_tokens": False}, {"temperature": 0, "stop_token_ids": [64]},
-    {"temperature": 0, "stop_token_sequences": [[77, 64]]}, {"temperature": 0, "bad_words": ["n"], "max_tokens": 9},
-    {"seed": 1, "logprob_token_ids": [77, 3, 287], "max_tokens": 8}, {"temperature": 0, "prompt_logprobs": 2},
+    {"temperature": 0, "skip_special_tokens": False},
+    {"temperature": 0, "stop_token_ids": [64]},
+    {"temperature": 0, "stop_token_sequences": [[77, 64]]},
+    {"temperature": 0, "bad_words": ["n"], "max_tokens": 9},
+    {"seed": 1, "logprob_token_ids": [77, 3, 287], "max_tokens": 8},
+    {"temperature": 0, "prompt_logprobs": 2},
     {"seed": 9, "n": 2, "stop": "a", "ignore_eos": True, "max_tokens": 25, "temperature": 1.5},
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")

@@ -27,11 +27,22 @@ TOOL = {"type": "function", "name": "Weather", "parameters": Weather.model_json_
 FORCED: dict[str, Any] = ASK | {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
 OPTIONS: list[dict[str, Any]] = [
     {"input": QUESTION, "temperature": 0},
-    {"input": QUESTION, "seed": 5, "max_output_tokens": 9, "include": ["message.output_text.logprobs"],
-     "top_logprobs": 2, "return_token_ids": True},
-    {"input": [{"role": "user", "content": "?"}], "instructions": "x", "seed": 2, "tools": [TOOL],
-     "tool_choice": {"type": "function", "name": "Weather"}},
-]  # fmt: skip
+    {
+        "input": QUESTION,
+        "seed": 5,
+        "max_output_tokens": 9,
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+        "return_token_ids": True,
+    },
+    {
+        "input": [{"role": "user", "content": "?"}],
+        "instructions": "x",
+        "seed": 2,
+        "tools": [TOOL],
+        "tool_choice": {"type": "function", "name": "Weather"},
+    },
+]
 
 
 @pytest.fixture
@@ -57,22 +68,36 @@ def test_replies_and_events_are_of_the_sdks_types(demo: Server, body: dict[str, 
 
 def test_create_is_the_chat_it_describes(client: openai.OpenAI) -> None:
     answer = client.responses.create(
-        **ASK, instructions="Answer.", max_output_tokens=12, top_logprobs=2, include=["message.output_text.logprobs"],
+        **ASK,
+        instructions="Answer.",
+        max_output_tokens=12,
+        top_logprobs=2,
+        include=["message.output_text.logprobs"],
         extra_body={"seed": 5},
-    )  # fmt: skip
+    )
     chat = client.chat.completions.create(
-        model="demo", messages=[{"role": "system", "content": "Answer."}, {"role": "user", "content": QUESTION}],
-        max_tokens=12, logprobs=True, top_logprobs=2, seed=5,
-    )  # fmt: skip
+        model="demo",
+        messages=[{"role": "system", "content": "Answer."}, {"role": "user", "content": QUESTION}],
+        max_tokens=12,
+        logprobs=True,
+        top_logprobs=2,
+        seed=5,
+    )
     choice = chat.choices[0]
     assert choice.logprobs and choice.logprobs.content and chat.usage and answer.usage
     assert answer.output_text == choice.message.content
-    (entries,) = [part.logprobs for item in answer.output if item.type == "message" for part in item.content
-                  if part.type == "output_text"]  # fmt: skip
+    (entries,) = [
+        part.logprobs
+        for item in answer.output
+        if item.type == "message"
+        for part in item.content
+        if part.type == "output_text"
+    ]
     assert entries and [e.to_dict() for e in entries] == [e.to_dict() for e in choice.logprobs.content]
     assert (answer.usage.input_tokens, answer.usage.output_tokens) == (
-        chat.usage.prompt_tokens, chat.usage.completion_tokens,
-    )  # fmt: skip
+        chat.usage.prompt_tokens,
+        chat.usage.completion_tokens,
+    )
 
 
 def test_parse_and_the_stream_helper(client: openai.OpenAI) -> None:

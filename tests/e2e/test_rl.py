@@ -139,9 +139,7 @@ def test_trl(lab: Lab) -> None:
     joining.join()
     tensors = lab.tensors(1)
     lab.post("/start_weight_update", {"is_checkpoint_format": True})
-    sending = threading.Thread(
-        target=lambda: broadcast.send(groups[0], tensors.values(), packed=True), daemon=True
-    )  # fmt: skip
+    sending = threading.Thread(target=lambda: broadcast.send(groups[0], tensors.values(), packed=True), daemon=True)
     sending.start()
     lab.post("/update_weights", {"update_info": announcement(tensors) | {"packed": True}})
     sending.join()
@@ -150,9 +148,17 @@ def test_trl(lab: Lab) -> None:
     assert lab.post("/reset_prefix_cache") == {"success": True}
     assert lab.serves(1) and lab.server.get("/weight_info").json()["weight_version"] == "trl-1"
     rollout = {
-        "prompt": [[1, 2, 3], [4, 5]], "return_token_ids": True, "return_tokens_as_token_ids": True, "n": 2,
-        "temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": 4, "logprobs": 0,
-    }  # fmt: skip
+        "prompt": [[1, 2, 3], [4, 5]],
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "n": 2,
+        "temperature": 0.7,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "max_tokens": 4,
+        "logprobs": 0,
+    }
     assert len(lab.post("/v1/completions", rollout)["choices"]) == 4
     lab.post("/shutdown_weight_transfer_engine")
 
@@ -167,9 +173,11 @@ def test_skyrl(lab: Lab) -> None:
     lab.post("/start_weight_update")
     body = save(lab.tensors(0))
     answer = httpx.post(
-        lab.server.url + "/update_weights", content=body, headers={"Content-Type": "application/octet-stream"},
+        lab.server.url + "/update_weights",
+        content=body,
+        headers={"Content-Type": "application/octet-stream"},
         timeout=120,
-    )  # fmt: skip
+    )
     assert answer.status_code == 200, answer.text
     lab.post("/finish_weight_update")
     lab.post("/wake_up?tags=kv_cache")
@@ -262,10 +270,14 @@ def test_after_recompute_kv_tokens_in_flight_have_the_logprobs_of_the_new_weight
                 body = {
                     "token_ids": [*rollout.prompt_ids.tolist(), *rollout.token_ids.tolist()],
                     "logprobs_format": "arrays",
-                    "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "logprobs_mode": "raw",
-                                        "prompt_logprobs_start": len(rollout.prompt_ids) + after},
+                    "sampling_params": {
+                        "max_tokens": 1,
+                        "prompt_logprobs": 0,
+                        "logprobs_mode": "raw",
+                        "prompt_logprobs_start": len(rollout.prompt_ids) + after,
+                    },
                     "cache_salt": secrets.token_hex(8),
-                }  # fmt: skip
+                }
                 scored = lab.post("/inference/v1/generate", body)["prompt_logprobs"]["token_logprobs"]
                 pairs.append((rollout.logprobs[after:].tolist(), np.array(scored, np.float32).tolist()))
             return pairs

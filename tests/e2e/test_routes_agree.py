@@ -36,19 +36,29 @@ def options(rng: random.Random) -> dict[str, Any]:
     temperature = rng.choice([0.0, 0.7, 1.0, 1.5])
     most = rng.randrange(1, 28)
     return {
-        "temperature": temperature, "seed": rng.randrange(-(2**40), 2**40), "max_tokens": most,
+        "temperature": temperature,
+        "seed": rng.randrange(-(2**40), 2**40),
+        "max_tokens": most,
         **maybe(rng, 0.4, n=rng.randrange(1, 4) if temperature else 1),
         **maybe(rng, 0.5, stop=rng.sample(STOPS, rng.randrange(1, 4))),
-        **maybe(rng, 0.3, min_tokens=rng.randrange(0, most + 1)), **maybe(rng, 0.3, include_stop_str_in_output=True),
-        **maybe(rng, 0.3, ignore_eos=True), **maybe(rng, 0.3, skip_special_tokens=False),
-        **maybe(rng, 0.2, top_k=rng.randrange(1, 30)), **maybe(rng, 0.2, top_p=0.8), **maybe(rng, 0.2, min_p=0.05),
+        **maybe(rng, 0.3, min_tokens=rng.randrange(0, most + 1)),
+        **maybe(rng, 0.3, include_stop_str_in_output=True),
+        **maybe(rng, 0.3, ignore_eos=True),
+        **maybe(rng, 0.3, skip_special_tokens=False),
+        **maybe(rng, 0.2, top_k=rng.randrange(1, 30)),
+        **maybe(rng, 0.2, top_p=0.8),
+        **maybe(rng, 0.2, min_p=0.05),
         **maybe(rng, 0.2, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=-0.4),
-        **maybe(rng, 0.2, logit_bias={"64": 3.0, "77": 2.5}), **maybe(rng, 0.2, bad_words=["n", " a"]),
-        **maybe(rng, 0.2, stop_token_ids=[64, 72]), **maybe(rng, 0.2, stop_token_sequences=[[77, 64], [68, 77]]),
-        **maybe(rng, 0.3, logprob_token_ids=[77, 3, 287]), **maybe(rng, 0.3, prompt_logprobs=rng.randrange(0, 4)),
+        **maybe(rng, 0.2, logit_bias={"64": 3.0, "77": 2.5}),
+        **maybe(rng, 0.2, bad_words=["n", " a"]),
+        **maybe(rng, 0.2, stop_token_ids=[64, 72]),
+        **maybe(rng, 0.2, stop_token_sequences=[[77, 64], [68, 77]]),
+        **maybe(rng, 0.3, logprob_token_ids=[77, 3, 287]),
+        **maybe(rng, 0.3, prompt_logprobs=rng.randrange(0, 4)),
         **maybe(rng, 0.3, logprobs_mode=rng.choice(["temperature", "processed"])),
-        **maybe(rng, 0.4, return_token_ids=True), **maybe(rng, 0.3, return_tokens_as_token_ids=True),
-    }  # fmt: skip
+        **maybe(rng, 0.4, return_token_ids=True),
+        **maybe(rng, 0.3, return_tokens_as_token_ids=True),
+    }
 
 
 def chat_request(seed: int) -> dict[str, Any]:
@@ -87,8 +97,17 @@ def append(total: dict[str, Any], delta: dict[str, Any], joined: tuple[str, ...]
             total[key] = value
 
 
-JOINED = ("content", "text", "token_ids", "text_offset", "token_logprobs", "tokens", "top_logprobs", "ranks",
-          "top_token_ids")  # fmt: skip
+JOINED = (
+    "content",
+    "text",
+    "token_ids",
+    "text_offset",
+    "token_logprobs",
+    "tokens",
+    "top_logprobs",
+    "ranks",
+    "top_token_ids",
+)
 
 UNASKED = ("token_ids", "prompt_token_ids", "prompt_logprobs")  # null in replies to requests without the field
 

@@ -31,8 +31,11 @@ pytestmark = pytest.mark.usefixtures("engine_threads")
 MAX_MASK = 40
 EDITS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 FORMS: list[dict[str, Any]] = [
-    {"regex": r"[a-z ]{2,9}[0-9]*"}, {"choice": ["yes", "no", "né🙂"]}, {"json_object": True}, {"regex": "(ab|cd)+"},
-]  # fmt: skip
+    {"regex": r"[a-z ]{2,9}[0-9]*"},
+    {"choice": ["yes", "no", "né🙂"]},
+    {"json_object": True},
+    {"regex": "(ab|cd)+"},
+]
 FIELDS = ("sampling_mask", "sampling_logprobs", "kept_logprob", "sampling_mask_truncated")
 
 
@@ -41,18 +44,24 @@ def crossing(rng: random.Random) -> dict[str, Any]:
     temperature = rng.choice([0.0, 0.4, 1.0, 1.0, 1.6])
     most = rng.randrange(1, 12)
     return {
-        "temperature": temperature, "seed": rng.randrange(2**40), "max_tokens": most,
+        "temperature": temperature,
+        "seed": rng.randrange(2**40),
+        "max_tokens": most,
         **maybe(rng, 0.3, n=rng.randrange(1, 4)),
-        **maybe(rng, 0.4, top_k=rng.choice([1, 2, 5, 20, 40, 41, 60])), **maybe(rng, 0.4, top_p=rng.uniform(0.05, 1.0)),
+        **maybe(rng, 0.4, top_k=rng.choice([1, 2, 5, 20, 40, 41, 60])),
+        **maybe(rng, 0.4, top_p=rng.uniform(0.05, 1.0)),
         **maybe(rng, 0.3, min_p=rng.choice([0.001, 0.05, 0.4, 1.0])),
         **maybe(rng, 0.2, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=-0.4),
-        **maybe(rng, 0.2, logit_bias={64: 3.0, 77: -2.5}), **maybe(rng, 0.2, bad_words=["n", " a"]),
+        **maybe(rng, 0.2, logit_bias={64: 3.0, 77: -2.5}),
+        **maybe(rng, 0.2, bad_words=["n", " a"]),
         **maybe(rng, 0.2, allowed_token_ids=sorted(rng.sample(range(280), rng.randrange(30, 200)))),
         **maybe(rng, 0.2, bad_token_ids=rng.sample(range(280), 9), bad_token_sequences=[[64, 77], [3]]),
-        **maybe(rng, 0.2, min_tokens=rng.randrange(0, most + 1)), **maybe(rng, 0.2, no_repeat_ngram_size=2),
-        **maybe(rng, 0.2, stop=["e", "al"]), **maybe(rng, 0.2, ignore_eos=True),
+        **maybe(rng, 0.2, min_tokens=rng.randrange(0, most + 1)),
+        **maybe(rng, 0.2, no_repeat_ngram_size=2),
+        **maybe(rng, 0.2, stop=["e", "al"]),
+        **maybe(rng, 0.2, ignore_eos=True),
         **maybe(rng, 0.25, structured_outputs=rng.choice(FORMS)),
-    }  # fmt: skip
+    }
 
 
 def prompt(rng: random.Random) -> list[int]:
@@ -218,9 +227,10 @@ def test_text_routes_have_the_token_routes_rows(client: httpx.Client, path: str,
 
 def test_large_replies_are_made_in_parts(client: httpx.Client) -> None:
     body: dict[str, Any] = {
-        "token_ids": [286, 84], "return_sampling_mask": True,
+        "token_ids": [286, 84],
+        "return_sampling_mask": True,
         "sampling_params": {"n": 6, "max_tokens": 400, "ignore_eos": True, "top_k": 60, "seed": 5, "temperature": 2.0},
-    }  # fmt: skip
+    }
     expected = fields(ask(client, GENERATE, body))
     assert [len(choice["sampling_mask"]) for choice in expected.values()] == [400] * 6
     assert joined(events(client, GENERATE, body)) == expected
@@ -279,11 +289,17 @@ def test_truncated_masks_are_counted() -> None:
 
 
 TRAINED: list[dict[str, Any]] = [
-    {"temperature": 1.3, "top_k": 12, "top_p": 0.8}, {"temperature": 0.7, "min_p": 0.02}, {"top_p": 0.9},
-    {"temperature": 0.0}, {}, {"allowed_token_ids": list(range(60, 200)), "top_p": 0.95}, {"bad_token_ids": [64, 68]},
-    {"min_tokens": 9}, {"structured_outputs": {"regex": "[a-z]{3,9}x[0-9]*"}, "temperature": 1.7},
+    {"temperature": 1.3, "top_k": 12, "top_p": 0.8},
+    {"temperature": 0.7, "min_p": 0.02},
+    {"top_p": 0.9},
+    {"temperature": 0.0},
+    {},
+    {"allowed_token_ids": list(range(60, 200)), "top_p": 0.95},
+    {"bad_token_ids": [64, 68]},
+    {"min_tokens": 9},
+    {"structured_outputs": {"regex": "[a-z]{3,9}x[0-9]*"}, "temperature": 1.7},
     {"temperature": 2.0**-9, "top_k": 3},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])

@@ -16,9 +16,16 @@ from tests.server.site import parse_events
 
 IDS = [5, 20, 31, 44, 7]
 SLIME = {
-    "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 12, "stop": None, "stop_token_ids": None,
-    "skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False,
-}  # fmt: skip
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "max_new_tokens": 12,
+    "stop": None,
+    "stop_token_ids": None,
+    "skip_special_tokens": False,
+    "no_stop_trim": True,
+    "spaces_between_special_tokens": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +41,11 @@ def test_slimes_rollout(server: Served) -> None:
     """Ids in, triples out; the logprobs are those of the temperature, and the same as the token route's."""
     body = {"input_ids": IDS, "return_logprob": True}
     answer = httpx.post(
-        server.url + "/generate", json=body | {"sampling_params": SLIME | {"temperature": 0.6, "sampling_seed": 3}},
-        headers={"X-SMG-Routing-Key": "group-1"}, timeout=60,
-    )  # fmt: skip
+        server.url + "/generate",
+        json=body | {"sampling_params": SLIME | {"temperature": 0.6, "sampling_seed": 3}},
+        headers={"X-SMG-Routing-Key": "group-1"},
+        timeout=60,
+    )
     reply = answer.json()
     info = reply["meta_info"]
     tokens = [entry[1] for entry in info["output_token_logprobs"]]
@@ -83,9 +92,13 @@ def test_areals_scoring(server: Served) -> None:
     """One token, the prompt's last logprobs: the first entry is null, the others are the prompt logprobs."""
     target = 3
     body = {
-        "input_ids": IDS, "image_data": [], "return_logprob": True, "logprob_start_len": len(IDS) - target - 1,
-        "top_logprobs_num": 0, "stream": False,
-    }  # fmt: skip
+        "input_ids": IDS,
+        "image_data": [],
+        "return_logprob": True,
+        "logprob_start_len": len(IDS) - target - 1,
+        "top_logprobs_num": 0,
+        "stream": False,
+    }
     info = generate(server, body, max_new_tokens=1, temperature=0.7)["meta_info"]
     entries = info["input_token_logprobs"]
     assert entries[0][0] is None and [entry[1] for entry in entries] == IDS[-target - 1 :]

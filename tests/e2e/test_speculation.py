@@ -283,9 +283,11 @@ def test_the_offline_api() -> None:
     prompt = {"prompt_token_ids": [5, 6, 7, 8]}
     results = []
     configs: list[dict[str, Any]] = [
-        {"method": "none"}, {"method": "suffix", "num_speculative_tokens": 20}, {"method": "self"},
+        {"method": "none"},
+        {"method": "suffix", "num_speculative_tokens": 20},
+        {"method": "self"},
         {"model": "demo", "num_speculative_tokens": 5, "quantization": "int8"},
-    ]  # fmt: skip
+    ]
     for config in configs:
         with LLM("demo", speculative_config=config) as llm:
             alone = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]

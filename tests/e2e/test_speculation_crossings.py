@@ -94,8 +94,12 @@ def bodies(pair: Pair, rng: random.Random, count: int) -> list[dict[str, Any]]:
 
 
 TEXT_PARAMETERS = (
-    "stop", "bad_words", "structured_outputs", "include_stop_str_in_output", "skip_special_tokens",
-)  # fmt: skip
+    "stop",
+    "bad_words",
+    "structured_outputs",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
 
 
 async def replies(server: Server, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:

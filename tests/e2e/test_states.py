@@ -74,8 +74,9 @@ def test_the_probes_report_every_state(tmp_path: Path) -> None:
         _ = server.url
         check(client, "ready")
         for begin, state, end in (
-            ("/pause", "paused", "/resume"), ("/sleep?level=1", "sleeping", "/wake_up"),
-        ):  # fmt: skip
+            ("/pause", "paused", "/resume"),
+            ("/sleep?level=1", "sleeping", "/wake_up"),
+        ):
             post(begin)
             check(client, state)
             post(end)

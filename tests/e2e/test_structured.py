@@ -16,9 +16,11 @@ from tests.replies import good
 GENERATE = "/inference/v1/generate"
 PROMPT = [5, 20, 31, 44, 7]
 SCHEMA = {
-    "type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "y"]}},
-    "required": ["a", "b"], "additionalProperties": False,
-}  # fmt: skip
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
 BOMB = "start: T\nT: " + " & ".join(f"/[ab]*a[ab]{{{i}}}/" for i in range(600))
 
 
@@ -38,10 +40,13 @@ def test_beside_others_every_row_is_what_it_is_alone(demo: Server) -> None:
         for seed in range(3)
         for mode in ("raw", "processed")
         for form, more in (
-            (None, {"ignore_eos": True}), (tight, {"temperature": 0.7}), ({"regex": "[a-z]{3,9}"}, {"min_tokens": 5}),
-            ({"choice": ["yes", "no"]}, {"ignore_eos": True}), ({"json_object": True}, {"repetition_penalty": 1.2}),
+            (None, {"ignore_eos": True}),
+            (tight, {"temperature": 0.7}),
+            ({"regex": "[a-z]{3,9}"}, {"min_tokens": 5}),
+            ({"choice": ["yes", "no"]}, {"ignore_eos": True}),
+            ({"json_object": True}, {"repetition_penalty": 1.2}),
         )
-    ]  # fmt: skip
+    ]
     alone = [choices(demo, request) for request in requests]
     with ThreadPoolExecutor(len(requests)) as pool:
         assert list(pool.map(lambda request: choices(demo, request), requests)) == alone

@@ -54,10 +54,14 @@ class TorchTrainer:
         """Send some tensors."""
         sending = threading.Thread(target=self._send, args=(list(tensors.values()),), daemon=True)
         sending.start()
-        announce({
-            "names": list(tensors), "dtypes": [str(tensor.dtype) for tensor in tensors.values()],
-            "shapes": [list(tensor.shape) for tensor in tensors.values()], "group_name": self._name,
-        })  # fmt: skip
+        announce(
+            {
+                "names": list(tensors),
+                "dtypes": [str(tensor.dtype) for tensor in tensors.values()],
+                "shapes": [list(tensor.shape) for tensor in tensors.values()],
+                "group_name": self._name,
+            }
+        )
         sending.join(60)
 
 

@@ -69,9 +69,13 @@ def joined(one: Logprobs, other: Logprobs) -> Logprobs:
     """The rows of one, then those of the other."""
     assert (one.width, one.mode) == (other.width, other.mode)
     return Logprobs(
-        one.token_logprobs + other.token_logprobs, one.ranks + other.ranks, one.top_ids + other.top_ids,
-        one.top_logprobs + other.top_logprobs, one.width, one.mode,
-    )  # fmt: skip
+        one.token_logprobs + other.token_logprobs,
+        one.ranks + other.ranks,
+        one.top_ids + other.top_ids,
+        one.top_logprobs + other.top_logprobs,
+        one.width,
+        one.mode,
+    )
 
 
 class Clock:
@@ -88,9 +92,17 @@ class Engine:
     """An EngineCore over a ScriptedExecutor, with what it sent sorted by request."""
 
     def __init__(
-        self, *, num_blocks: int = 64, block_size: int = 4, context: int = 64, drafter: Drafter | None = None,
-        snapshots: int | None = None, interval: int = 8, images: ImageFormat | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        context: int = 64,
+        drafter: Drafter | None = None,
+        snapshots: int | None = None,
+        interval: int = 8,
+        images: ImageFormat | None = None,
+        **options: Any,
+    ) -> None:
         """`snapshots`: of a model with recurrent states, taken every `interval` tokens.  `images`: of one with a
         tower."""
         options = {
@@ -108,9 +120,14 @@ class Engine:
         self.clock = Clock()
         self.wakes: list[None] = []
         self.core = EngineCore(
-            self.config, self.executor, self.executor.start(), self._emit, self.clock,
-            lambda: self.wakes.append(None), drafter,
-        )  # fmt: skip
+            self.config,
+            self.executor,
+            self.executor.start(),
+            self._emit,
+            self.clock,
+            lambda: self.wakes.append(None),
+            drafter,
+        )
         self.received: dict[str, Received] = {}
         self.requests: dict[str, EngineRequest] = {}
         self.messages: list[tuple[bytes, FromEngine]] = []
@@ -132,9 +149,15 @@ class Engine:
                 self.received.setdefault(output.rid, Received()).take(output)
 
     def make(
-        self, rid: str, prompt: Sequence[int], *, owner: bytes = b"A", seed: int = 0,
-        task: PoolingParams | None = None, **fields: Any,
-    ) -> EngineRequest:  # fmt: skip
+        self,
+        rid: str,
+        prompt: Sequence[int],
+        *,
+        owner: bytes = b"A",
+        seed: int = 0,
+        task: PoolingParams | None = None,
+        **fields: Any,
+    ) -> EngineRequest:
         """A request that is yet to be submitted; `fields` of SamplingParams and RequestOptions."""
         names = {f.name for f in msgspec.structs.fields(SamplingParams)}
         params = SamplingParams(**{name: value for name, value in fields.items() if name in names})
@@ -211,9 +234,15 @@ class Engine:
         prompt_spans = self.received[rid].outputs[-1].prompt_spans if rid in self.received else []
         prompt_weights = self.weights_behind(prompt_spans[0][0]) if prompt_spans else ""
         return solo(
-            unpack_ids(request.prompt.ids), request.task, request.seed, self.core.limits.context, eos,
-            lambda i: made_by.get(i, self.weights_of["v1"]), request.prompt.features, prompt_weights,
-        )  # fmt: skip
+            unpack_ids(request.prompt.ids),
+            request.task,
+            request.seed,
+            self.core.limits.context,
+            eos,
+            lambda i: made_by.get(i, self.weights_of["v1"]),
+            request.prompt.features,
+            prompt_weights,
+        )
 
     def weights_behind(self, label: str) -> str:
         """What a span's version stands for."""

@@ -91,9 +91,13 @@ class ScriptedExecutor:
     leave nothing; `fail_at`: a step that raises.  `results`: of all steps."""
 
     def __init__(
-        self, config: Config, num_blocks: int = 64, block_size: int = 4, states: StateLayout | None = None,
+        self,
+        config: Config,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        states: StateLayout | None = None,
         images: ImageFormat | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.scheduler = config.scheduler
         self.context = min(config.model.max_model_len or 10**9, num_blocks * block_size)
         self.size = block_size
@@ -463,9 +467,16 @@ class ScriptedExecutor:
         widest = max((len(row[2]) for row in rows), default=0)
         logprobs = rows_of(rows, widest, padding=1) if widest or rows else None
         return StepResult(
-            plan.step, np.array(counts, np.int32), np.array(tokens, np.int32), np.array(status, np.uint8), logprobs,
-            prompt_rows, pooled, draft_passes=self._draft_passes(plan), saved=self.states.saved.pop(plan.step, []),
-        )  # fmt: skip
+            plan.step,
+            np.array(counts, np.int32),
+            np.array(tokens, np.int32),
+            np.array(status, np.uint8),
+            logprobs,
+            prompt_rows,
+            pooled,
+            draft_passes=self._draft_passes(plan),
+            saved=self.states.saved.pop(plan.step, []),
+        )
 
     def _draft_passes(self, plan: StepPlan) -> DraftPasses | None:
         if DRAWN not in plan.draft_token_ids:

@@ -17,9 +17,15 @@ if TYPE_CHECKING:
     from tests.engine.scripted import ScriptedExecutor
 
 LANES = {
-    "save_blocks": "pages", "load_blocks": "pages", "read_files": "read", "use_identity": "read",
-    "write_files": "write", "clear_files": "write", "read_blocks": "pages", "write_blocks": "pages",
-}  # fmt: skip
+    "save_blocks": "pages",
+    "load_blocks": "pages",
+    "read_files": "read",
+    "use_identity": "read",
+    "write_files": "write",
+    "clear_files": "write",
+    "read_blocks": "pages",
+    "write_blocks": "pages",
+}
 Content = list[tuple[tuple[bytes, int], str]]
 SENT: dict[bytes, Content] = {}  # by what stands for a block on the wire between engines of one process
 

@@ -23,10 +23,15 @@ START = hashlib.blake2b(b"start", digest_size=8).digest()
 
 
 def engine_request(
-    request_id: str, prompt: Sequence[int] | bytes, task: SamplingParams | PoolingParams | None = None,
-    seed: int = 0, *,
-    arrival: float = 0.0, features: tuple[Feature, ...] = (), **options: Any,
-) -> EngineRequest:  # fmt: skip
+    request_id: str,
+    prompt: Sequence[int] | bytes,
+    task: SamplingParams | PoolingParams | None = None,
+    seed: int = 0,
+    *,
+    arrival: float = 0.0,
+    features: tuple[Feature, ...] = (),
+    **options: Any,
+) -> EngineRequest:
     """A request that streams, unless told otherwise."""
     packed = prompt if isinstance(prompt, bytes) else pack_ids(prompt)
     options = {"stream": True} | {name: value for name, value in options.items() if value not in ("", None)}
@@ -86,9 +91,13 @@ def rows_of(rows: Sequence[tuple[float, int, Any, Any]], width: int, padding: in
 def packed(rows: Sequence[tuple[float, int, Any, Any]], width: int, mode: str = "raw") -> Logprobs:
     columns = rows_of(rows, width)
     return Logprobs(
-        columns.token_logprobs.tobytes(), columns.ranks.tobytes(), columns.top_ids.tobytes(),
-        columns.top_logprobs.tobytes(), width, mode,
-    )  # fmt: skip
+        columns.token_logprobs.tobytes(),
+        columns.ranks.tobytes(),
+        columns.top_ids.tobytes(),
+        columns.top_logprobs.tobytes(),
+        width,
+        mode,
+    )
 
 
 @dataclass

@@ -65,8 +65,10 @@ def test_groups_and_all_include_what_is_prepared() -> None:
     engine.call("abort_all", reason="shutdown")
     assert result(engine) == {"b": "aborted", "c": "aborted"}
     for key, number, owner, reason in (
-        ("a", 5, b"A", "abort_user"), ("b", 6, b"A", "shutdown"), ("c", 5, b"B", "shutdown"),
-    ):  # fmt: skip
+        ("a", 5, b"A", "abort_user"),
+        ("b", 6, b"A", "shutdown"),
+        ("c", 5, b"B", "shutdown"),
+    ):
         assert submit(engine, key, number, owner=owner) == SubmitReply(7)
         check_aborted(engine, key, reason=reason)
     engine.check_empty()

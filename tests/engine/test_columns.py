@@ -17,9 +17,11 @@ from tokserve.protocol.prompt import pack_ids
 def rows(count: int, width: int) -> LogprobRows:
     rng = np.random.default_rng(count)
     return LogprobRows(
-        rng.random(count, np.float32), rng.integers(1, 99, count, np.int32),
-        rng.integers(0, 99, (count, width), np.int32), rng.random((count, width), np.float32),
-    )  # fmt: skip
+        rng.random(count, np.float32),
+        rng.integers(1, 99, count, np.int32),
+        rng.integers(0, 99, (count, width), np.int32),
+        rng.random((count, width), np.float32),
+    )
 
 
 @pytest.mark.parametrize("width", [0, 1, 3, 5])

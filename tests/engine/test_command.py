@@ -21,9 +21,12 @@ class Caller:
         self.progress = self.wakes = 0
         handlers = {name: command(name)(function) for name, function in table.items()}
         self.commands = Commands(
-            [type("Owner", (), handlers)()], emit=lambda identity, message: self.sent.append((identity, message)),
-            at_boundary=lambda: not self.in_flight, on_progress=self._on_progress, wake=self._wake,
-        )  # fmt: skip
+            [type("Owner", (), handlers)()],
+            emit=lambda identity, message: self.sent.append((identity, message)),
+            at_boundary=lambda: not self.in_flight,
+            on_progress=self._on_progress,
+            wake=self._wake,
+        )
 
     def _on_progress(self) -> None:
         self.progress += 1

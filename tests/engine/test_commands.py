@@ -17,10 +17,13 @@ from tokserve.protocol.commands import COMMANDS, AdminCommand
 
 RL = Path(__file__).parents[2] / "docs" / "rl.md"
 CLIENT_NAMES = {
-    "pause": "pause_generation", "resume": "resume_generation", "update_weights_from_dir": "update_weights",
-    "weights_checksum": None, "weight_coordinates": None,  # parts of GET /weight_info
+    "pause": "pause_generation",
+    "resume": "resume_generation",
+    "update_weights_from_dir": "update_weights",
+    "weights_checksum": None,
+    "weight_coordinates": None,  # parts of GET /weight_info
     "release_memory": None,  # of SGLang's routes
-}  # fmt: skip
+}
 ASYNC_ONLY = {"begin_weight_stream", "feed_weights", "weight_checksums", "checkpoint_checksums"}
 
 

@@ -206,11 +206,16 @@ def test_a_keep_ends_the_wait_of_another_pause() -> None:
 
 @pytest.mark.parametrize(
     ("method", "args", "field"),
-    [("pause", {"mode": "now"}, "mode"), ("sleep", {"level": 3}, "level"), ("sleep", {"mode": "x"}, "mode"),
-     ("wake_up", {"tags": ["gpu"]}, "tags"), ("finish_weight_update", {"weight_version": ""}, "weight_version"),
-     ("update_weight_version", {"new_version": ""}, "new_version"),
-     ("start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format")],
-)  # fmt: skip
+    [
+        ("pause", {"mode": "now"}, "mode"),
+        ("sleep", {"level": 3}, "level"),
+        ("sleep", {"mode": "x"}, "mode"),
+        ("wake_up", {"tags": ["gpu"]}, "tags"),
+        ("finish_weight_update", {"weight_version": ""}, "weight_version"),
+        ("update_weight_version", {"new_version": ""}, "new_version"),
+        ("start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format"),
+    ],
+)
 def test_bad_arguments_are_named(method: str, args: dict[str, Any], field: str) -> None:
     reply = ask(busy(), method, **args)
     assert (reply.status, reply.field) == (400, field) and reply.error
@@ -345,10 +350,13 @@ def test_repeated_calls_do_not_affect_a_commit_in_flight() -> None:
     engine.executor.slow = deque()
     engine.call("finish_weight_update", call_id=9, weight_version="two")
     late: list[tuple[str, dict[str, Any]]] = [
-        ("finish_weight_update", {"weight_version": "two"}), ("update_weights", {"update": {"weights": "w3"}}),
-        ("feed_weights", {"stream": "body", "chunk": b"w3"}), ("begin_weight_stream", {"stream": "other"}),
-        ("start_weight_update", {}), ("init_weight_transfer_engine", {"init_info": {}}),
-    ]  # fmt: skip
+        ("finish_weight_update", {"weight_version": "two"}),
+        ("update_weights", {"update": {"weights": "w3"}}),
+        ("feed_weights", {"stream": "body", "chunk": b"w3"}),
+        ("begin_weight_stream", {"stream": "other"}),
+        ("start_weight_update", {}),
+        ("init_weight_transfer_engine", {"init_info": {}}),
+    ]
     for method, args in late:
         assert ask(engine, method, **args).status == 409, method
     while not answers(engine, 9):
@@ -397,12 +405,18 @@ def test_an_abort_overtakes_a_commit_that_waits_for_its_tensors() -> None:
 
 
 REPEATED: list[tuple[str, dict[str, Any], str]] = [
-    ("pause", {"mode": "abort"}, "paused"), ("pause", {"mode": "keep"}, "paused"),
-    ("pause", {"mode": "wait"}, "paused"), ("resume", {}, "running"), ("sleep", {"level": 0}, "sleeping"),
-    ("sleep", {"level": 1}, "sleeping"), ("sleep", {"level": 2}, "sleeping"),
-    ("sleep", {"level": 1, "mode": "wait"}, "sleeping"), ("wake_up", {}, "running"),
-    ("release_kv_cache_memory", {}, "sleeping"), ("shutdown_weight_transfer_engine", {}, "running"),
-]  # fmt: skip
+    ("pause", {"mode": "abort"}, "paused"),
+    ("pause", {"mode": "keep"}, "paused"),
+    ("pause", {"mode": "wait"}, "paused"),
+    ("resume", {}, "running"),
+    ("sleep", {"level": 0}, "sleeping"),
+    ("sleep", {"level": 1}, "sleeping"),
+    ("sleep", {"level": 2}, "sleeping"),
+    ("sleep", {"level": 1, "mode": "wait"}, "sleeping"),
+    ("wake_up", {}, "running"),
+    ("release_kv_cache_memory", {}, "sleeping"),
+    ("shutdown_weight_transfer_engine", {}, "running"),
+]
 
 
 @pytest.mark.parametrize(("method", "args", "holds"), REPEATED)

@@ -37,13 +37,22 @@ class Life:
         self.rng = rng = random.Random(seed)
         blocks, size = rng.choice([(40, 4), (14, 4), (10, 4), (100, 2), (CONTEXT, 1)])
         self.options: dict[str, Any] = dict(
-            num_blocks=blocks, block_size=size, context=CONTEXT, depth=rng.choice([1, 2]),
-            max_num_seqs=rng.choice([1, 2, 8, 8]), max_num_batched_tokens=rng.choice([1, 5, 64]),
-            max_chunk=rng.choice([None, None, 3]), enable_prefix_caching=rng.random() < 0.8,
-            scheduling_policy=rng.choice(["fcfs", "priority"]), enable_lora=True, max_loras=rng.choice([1, 2]),
-            reject_while_paused=rng.random() < 0.2, max_queued_requests=rng.choice([None, None, 0, 3]),
-            max_queued_tokens=rng.choice([None, None, 60]), snapshots=[None, 6][seed % 2],
-        )  # fmt: skip
+            num_blocks=blocks,
+            block_size=size,
+            context=CONTEXT,
+            depth=rng.choice([1, 2]),
+            max_num_seqs=rng.choice([1, 2, 8, 8]),
+            max_num_batched_tokens=rng.choice([1, 5, 64]),
+            max_chunk=rng.choice([None, None, 3]),
+            enable_prefix_caching=rng.random() < 0.8,
+            scheduling_policy=rng.choice(["fcfs", "priority"]),
+            enable_lora=True,
+            max_loras=rng.choice([1, 2]),
+            reject_while_paused=rng.random() < 0.2,
+            max_queued_requests=rng.choice([None, None, 0, 3]),
+            max_queued_tokens=rng.choice([None, None, 60]),
+            snapshots=[None, 6][seed % 2],
+        )
         self.directories: dict[str, tuple[str, str]] = {}  # name -> weights in it, state of its files
         self.num = self.kills = 0
         self.drafts = rng.random() < 0.5
@@ -77,11 +86,35 @@ class Life:
     def act(self) -> None:
         rng = self.rng
         choices = [
-            self.add, self.add, self.add, self.abort, self.abort_group, self.disconnect, self.pause, self.resume,
-            self.resume, self.start, self.stage, self.stage, self.finish, self.one_call, self.cancel, self.sleep,
-            self.wake, self.wake, self.label, self.release, self.reset, self.leave, self.load, self.load, self.unload,
-            self.rewrite, self.rpc, *([self.kill] if rng.random() < 0.5 else []),
-        ]  # fmt: skip
+            self.add,
+            self.add,
+            self.add,
+            self.abort,
+            self.abort_group,
+            self.disconnect,
+            self.pause,
+            self.resume,
+            self.resume,
+            self.start,
+            self.stage,
+            self.stage,
+            self.finish,
+            self.one_call,
+            self.cancel,
+            self.sleep,
+            self.wake,
+            self.wake,
+            self.label,
+            self.release,
+            self.reset,
+            self.leave,
+            self.load,
+            self.load,
+            self.unload,
+            self.rewrite,
+            self.rpc,
+            *([self.kill] if rng.random() < 0.5 else []),
+        ]
         rng.choice(choices)()
         for _ in range(rng.choice([0, 1, 1, 3, 9])):
             self.engine.executor.settle(rng.choice([0, 0, 1, 5]))

@@ -46,8 +46,10 @@ def test_the_stop_token_is_kept_and_reported() -> None:
     engine.run()
     (token,) = engine.tokens("a")
     assert (engine.finish("a").reason, engine.finish("a").detail, engine.finish("a").stop) == (
-        "stop", "stop_token", token,
-    )  # fmt: skip
+        "stop",
+        "stop_token",
+        token,
+    )
 
 
 @DEPTHS
@@ -159,8 +161,11 @@ def test_aborts_of_waiting_finished_unknown_and_repeated_ids() -> None:
     engine.step()
     engine.abort("done", "runs", "waits", "what", "runs")
     assert engine.last_reply().result == {
-        "done": "finished", "runs": "aborted", "waits": "aborted", "what": "not_found",
-    }  # fmt: skip
+        "done": "finished",
+        "runs": "aborted",
+        "waits": "aborted",
+        "what": "not_found",
+    }
     assert engine.tokens("waits") == []
     engine.abort("runs")
     assert engine.last_reply().result == {"runs": "finished"}
@@ -243,8 +248,11 @@ def test_a_group_is_aborted_for_any_front_end() -> None:
     engine.run()
     assert engine.replies == [Reply(1, {"a": "aborted", "b": "aborted"}), Reply(2, {})]
     assert {rid for rid, output in engine.received.items() if output.finish and output.finish.reason == "abort"} == {
-        "a#0", "a#1", "b#0", "b#1"
-    }  # fmt: skip
+        "a#0",
+        "a#1",
+        "b#0",
+        "b#1",
+    }
     engine.check_empty()
 
 
@@ -279,10 +287,17 @@ def test_ping_and_state() -> None:
     assert engine.last_reply() == Reply(4, {})
     engine.call("state", call_id=5)
     assert engine.last_reply().result == {
-        "state": "running", "weight_version": "v1", "epoch": 0, "running": 1, "waiting": 1, "reason": None,
-        "since": engine.core.control.since, "in_flight": 0, "steps": 1,
+        "state": "running",
+        "weight_version": "v1",
+        "epoch": 0,
+        "running": 1,
+        "waiting": 1,
+        "reason": None,
+        "since": engine.core.control.since,
+        "in_flight": 0,
+        "steps": 1,
         "paused_since": None,
-    }  # fmt: skip
+    }
 
 
 @DEPTHS

@@ -89,9 +89,14 @@ def test_rows_that_are_behind_are_not_counted() -> None:
 def request(**fields: Any) -> Request:
     """What `DrawnDrafts` reads of a request."""
     defaults = {
-        "is_decoding": True, "features": (), "num_output": 40, "prompt_len": 8, "draw_state": None,
-        "options": SimpleNamespace(adapter=""), "tokens": array("i"),
-    }  # fmt: skip
+        "is_decoding": True,
+        "features": (),
+        "num_output": 40,
+        "prompt_len": 8,
+        "draw_state": None,
+        "options": SimpleNamespace(adapter=""),
+        "tokens": array("i"),
+    }
     return cast(Request, SimpleNamespace(**(defaults | fields)))
 
 

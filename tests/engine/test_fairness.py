@@ -331,10 +331,14 @@ def test_results_do_not_depend_on_clients_and_stalls(seed: int) -> None:
     """Many requests of several clients, some of which do not read, in caches that are too small for them."""
     chance = random.Random(seed)
     options: dict[str, Any] = {
-        "depth": chance.choice([1, 2]), "max_num_seqs": chance.choice([1, 2, 4]), "block_size": chance.choice([1, 4]),
-        "max_num_batched_tokens": chance.choice([2, 5, 32]), "max_chunk": chance.choice([None, 3]),
-        "scheduling_policy": chance.choice(["fcfs", "priority"]), "enable_prefix_caching": chance.random() < 0.7,
-    }  # fmt: skip
+        "depth": chance.choice([1, 2]),
+        "max_num_seqs": chance.choice([1, 2, 4]),
+        "block_size": chance.choice([1, 4]),
+        "max_num_batched_tokens": chance.choice([2, 5, 32]),
+        "max_chunk": chance.choice([None, 3]),
+        "scheduling_policy": chance.choice(["fcfs", "priority"]),
+        "enable_prefix_caching": chance.random() < 0.7,
+    }
     options["num_blocks"] = (12 if options["block_size"] == 4 else 44) + chance.randrange(20)
     engine = Engine(context=40, **options)
     rids, live = [], []
@@ -343,9 +347,15 @@ def test_results_do_not_depend_on_clients_and_stalls(seed: int) -> None:
             rid = f"r{turn}"
             prompt = [9, 8, 7, 6, 5, 4, 3, 2][: chance.choice([0, 4, 8])] + [chance.randrange(4)] * chance.randint(1, 9)
             engine.add(
-                rid, prompt, client=chance.choice(["", "a", "a", "b"]), seed=chance.randrange(3), logprobs=1,
-                max_tokens=chance.choice([1, 5, 20]), priority=chance.randrange(2), ignore_eos=chance.random() < 0.9,
-            )  # fmt: skip
+                rid,
+                prompt,
+                client=chance.choice(["", "a", "a", "b"]),
+                seed=chance.randrange(3),
+                logprobs=1,
+                max_tokens=chance.choice([1, 5, 20]),
+                priority=chance.randrange(2),
+                ignore_eos=chance.random() < 0.9,
+            )
             rids.append(rid)
             live.append(rid)
         if live and chance.random() < 0.4:

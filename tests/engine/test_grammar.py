@@ -149,14 +149,21 @@ LETTER, SPACE = "\u00e9", "\u2003"
 
 
 @pytest.mark.parametrize(
-    ("pattern", "plain", "other"), [(r"\d", "7", SEVEN), (r"\w", "e", LETTER), (r"a\sb", "a b", f"a{SPACE}b"),
-                                    (r"[\d.]+", "7.", f"{SEVEN}."), (r"[^\W]", "e", LETTER)]
-)  # fmt: skip
+    ("pattern", "plain", "other"),
+    [
+        (r"\d", "7", SEVEN),
+        (r"\w", "e", LETTER),
+        (r"a\sb", "a b", f"a{SPACE}b"),
+        (r"[\d.]+", "7.", f"{SEVEN}."),
+        (r"[^\W]", "e", LETTER),
+    ],
+)
 def test_classes_are_ascii_unless_unicode_classes_is_set(pattern: str, plain: str, other: str) -> None:
     for requested in (
-        {"regex": f'"{pattern}"'}, {"json": {"type": "string", "pattern": f"^{pattern}$"}},
+        {"regex": f'"{pattern}"'},
+        {"json": {"type": "string", "pattern": f"^{pattern}$"}},
         {"json": json.dumps({"type": "string", "pattern": f"^{pattern}$"})},
-    ):  # fmt: skip
+    ):
         assert accepts(f'"{plain}"', **requested) and accepts(f'"{plain}"', **requested, unicode_classes=True)
         assert not accepts(f'"{other}"', **requested) and accepts(f'"{other}"', **requested, unicode_classes=True)
 
@@ -167,8 +174,10 @@ def test_a_negated_class_has_what_the_class_has_not() -> None:
 
 NESTED = {
     "$defs": {"Point": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}},
-    "type": "object", "properties": {"at": {"$ref": "#/$defs/Point"}}, "required": ["at"],
-}  # fmt: skip
+    "type": "object",
+    "properties": {"at": {"$ref": "#/$defs/Point"}},
+    "required": ["at"],
+}
 
 
 def test_objects_are_closed_on_request() -> None:
@@ -181,13 +190,19 @@ def test_objects_are_closed_on_request() -> None:
 @pytest.mark.parametrize(
     "keyword",
     [
-        {"uniqueItems": True}, {"not": {"type": "string"}}, {"if": {"type": "string"}, "then": {"minLength": 1}},
-        {"contains": {"type": "string"}}, {"propertyNames": {"pattern": "a"}}, {"dependentRequired": {"a": ["b"]}},
-        {"dependentSchemas": {"a": {"required": ["b"]}}}, {"anyOf": [{}], "unevaluatedProperties": False},
-        {"$dynamicRef": "#a"}, {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+        {"uniqueItems": True},
+        {"not": {"type": "string"}},
+        {"if": {"type": "string"}, "then": {"minLength": 1}},
+        {"contains": {"type": "string"}},
+        {"propertyNames": {"pattern": "a"}},
+        {"dependentRequired": {"a": ["b"]}},
+        {"dependentSchemas": {"a": {"required": ["b"]}}},
+        {"anyOf": [{}], "unevaluatedProperties": False},
+        {"$dynamicRef": "#a"},
+        {"oneOf": [{"type": "integer"}, {"type": "number"}]},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_keywords_that_docs_name_as_not_supported(keyword: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=r"^structured_outputs\.json cannot be used"):
         matcher(json=keyword)
@@ -224,11 +239,12 @@ def test_regexes(regex: str, seed: int) -> None:
 
 
 LEAVES: st.SearchStrategy[dict[str, Any]] = st.one_of(
-    st.just({"type": "boolean"}), st.just({"type": "null"}),
+    st.just({"type": "boolean"}),
+    st.just({"type": "null"}),
     st.integers(-50, 50).map(lambda low: {"type": "integer", "minimum": low, "maximum": low + 40}),
     st.integers(0, 4).map(lambda size: {"type": "string", "maxLength": size}),
     st.lists(st.text(max_size=4), min_size=1, max_size=3, unique=True).map(lambda words: {"enum": words}),
-)  # fmt: skip
+)
 SCHEMAS = st.recursive(
     LEAVES,
     lambda inner: st.one_of(
@@ -296,13 +312,19 @@ def test_white_space_between_json_tokens() -> None:
 @pytest.mark.parametrize(
     ("requested", "field"),
     [
-        ({"regex": "("}, "regex"), ({"regex": "(?=a)b"}, "regex"), ({"json": {"type": "foo"}}, "json"),
-        ({"json": {"not": {}}}, "json"), ({"json": {"$ref": "#"}}, "json"), ({"grammar": 'root = "a"'}, "grammar"),
-        ({"grammar": "start: start"}, "grammar"), ({"grammar": "start: " + "(" * 5000}, "grammar"),
-        ({"json_object": True, "whitespace_pattern": "("}, "json_object"), ({"regex": "(" * 5000}, "regex"),
+        ({"regex": "("}, "regex"),
+        ({"regex": "(?=a)b"}, "regex"),
+        ({"json": {"type": "foo"}}, "json"),
+        ({"json": {"not": {}}}, "json"),
+        ({"json": {"$ref": "#"}}, "json"),
+        ({"grammar": 'root = "a"'}, "grammar"),
+        ({"grammar": "start: start"}, "grammar"),
+        ({"grammar": "start: " + "(" * 5000}, "grammar"),
+        ({"json_object": True, "whitespace_pattern": "("}, "json_object"),
+        ({"regex": "(" * 5000}, "regex"),
         ({"json": '{"items":' * 3000 + "{}" + "}" * 3000}, "json"),
     ],
-)  # fmt: skip
+)
 def test_what_the_library_does_not_take_is_named(requested: dict[str, Any], field: str) -> None:
     with pytest.raises(RequestError, match=f"^structured_outputs.{field}") as caught:
         matcher(**requested)
@@ -312,11 +334,14 @@ def test_what_the_library_does_not_take_is_named(requested: dict[str, Any], fiel
 @pytest.mark.parametrize(
     "requested",
     [
-        {"regex": "(((a{1,1000}){1,1000}){1,1000})"}, {"regex": ".*a.{2000}"}, {"regex": "(a?){700}a{700}"},
+        {"regex": "(((a{1,1000}){1,1000}){1,1000})"},
+        {"regex": ".*a.{2000}"},
+        {"regex": "(a?){700}a{700}"},
         {"json": {"$defs": {"n": {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"}},
-        {"json": {"type": "string", "minLength": 10**9}}, {"grammar": 'start: start start | "a"'},
+        {"json": {"type": "string", "minLength": 10**9}},
+        {"grammar": 'start: start start | "a"'},
     ],
-)  # fmt: skip
+)
 def test_large_grammars_are_matched_or_refused(requested: dict[str, Any]) -> None:
     try:
         state = matcher(**requested)

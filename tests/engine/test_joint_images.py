@@ -19,9 +19,20 @@ from tokserve.protocol.images import Grid, ImageFormat
 from tokserve.protocol.prompt import Feature
 
 SIX = ImageFormat(  # a patch is a pixel; an image has 6 by 6 of them, and 9 tokens
-    3, 4, 5, size=1, temporal=1, merge=2, channels=1, mean=(0.0,), std=(1.0,), rescale=1.0, axes=False, side=6,
+    3,
+    4,
+    5,
+    size=1,
+    temporal=1,
+    merge=2,
+    channels=1,
+    mean=(0.0,),
+    std=(1.0,),
+    rescale=1.0,
+    axes=False,
+    side=6,
     bidirectional=True,
-)  # fmt: skip
+)
 LENGTH = SIX.step_tokens
 
 
@@ -56,10 +67,23 @@ def test_a_chunk_ends_before_an_image_or_after_it() -> None:
     request = Request(spec, owner=b"A", number=0, received=0.0, limits=limits)
     assert request.joint == ((5, 14), (20, 29))
     cases = {  # (computed, count, most) -> tokens
-        (0, 5, 5): 5, (0, 4, 4): 4, (0, 6, 20): 5, (0, 13, 20): 5, (0, 14, 20): 14, (0, 25, 30): 20,
-        (5, 1, 9): 9, (5, 1, 8): 0, (5, 9, 9): 9, (5, 8, 8): 0, (8, 2, 6): 6, (8, 2, 5): 0, (8, 6, 6): 6,
-        (14, 7, 7): 6, (20, 3, 3): 0, (29, 11, 11): 11,
-    }  # fmt: skip
+        (0, 5, 5): 5,
+        (0, 4, 4): 4,
+        (0, 6, 20): 5,
+        (0, 13, 20): 5,
+        (0, 14, 20): 14,
+        (0, 25, 30): 20,
+        (5, 1, 9): 9,
+        (5, 1, 8): 0,
+        (5, 9, 9): 9,
+        (5, 8, 8): 0,
+        (8, 2, 6): 6,
+        (8, 2, 5): 0,
+        (8, 6, 6): 6,
+        (14, 7, 7): 6,
+        (20, 3, 3): 0,
+        (29, 11, 11): 11,
+    }
     for (start, count, most), tokens in cases.items():
         assert request.without_cuts(start, count, most) == tokens, (start, count, most)
     plain = Request(spec, owner=b"A", number=0, received=0.0, limits=Limits(99, 20, (1,), "raw", {"image": 0}))
@@ -106,9 +130,13 @@ def test_an_image_may_exceed_a_share_and_the_longest_chunk(option: str) -> None:
     engine = engine_of(budget=17, **({"max_chunk": 4} if option == "max_chunk" else {}))
     for number, client in enumerate("wxyz"):
         engine.add(
-            client, prompt(16, number), features=(image(3, number),), max_tokens=3, ignore_eos=True,
+            client,
+            prompt(16, number),
+            features=(image(3, number),),
+            max_tokens=3,
+            ignore_eos=True,
             client=client if option == "clients" else "",
-        )  # fmt: skip
+        )
     engine.run()
     for rid in "wxyz":
         assert (3, LENGTH) in computed(engine, rid) or (0, 3 + LENGTH) in computed(engine, rid)
@@ -127,9 +155,13 @@ def test_a_budget_that_cannot_hold_an_image_is_refused_at_start() -> None:
 def test_results_do_not_depend_on_other_requests(seed: int) -> None:
     rng = random.Random(seed)
     engine = engine_of(
-        num_blocks=rng.choice([12, 24, 64]), depth=rng.choice([1, 2]), budget=rng.choice([17, 20, 40]),
-        max_chunk=rng.choice([None, 2, 7]), max_num_seqs=8, context=40,
-    )  # fmt: skip
+        num_blocks=rng.choice([12, 24, 64]),
+        depth=rng.choice([1, 2]),
+        budget=rng.choice([17, 20, 40]),
+        max_chunk=rng.choice([None, 2, 7]),
+        max_num_seqs=8,
+        context=40,
+    )
     added: list[str] = []
     for turn in range(60):
         if rng.random() < 0.5:
@@ -138,10 +170,15 @@ def test_results_do_not_depend_on_other_requests(seed: int) -> None:
             length = features[-1].start + LENGTH + rng.choice([0, 0, 3])
             rid = f"r{turn}"
             engine.add(
-                rid, prompt(length), features=tuple(features), seed=turn, max_tokens=rng.choice([1, 4, 9]),
-                ignore_eos=True, client=rng.choice(["", "x", "y"]),
+                rid,
+                prompt(length),
+                features=tuple(features),
+                seed=turn,
+                max_tokens=rng.choice([1, 4, 9]),
+                ignore_eos=True,
+                client=rng.choice(["", "x", "y"]),
                 prompt_logprobs=rng.choice([None, None, 0]),
-            )  # fmt: skip
+            )
             added.append(rid)
         engine.step()
     engine.run()

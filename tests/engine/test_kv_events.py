@@ -59,11 +59,19 @@ class Mirror:
 def named(event: list[Any]) -> dict[str, Any]:
     kind, *fields = event
     names = {
-        "BlockStored": ["block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
-                        "lora_name", "extra_keys"],
+        "BlockStored": [
+            "block_hashes",
+            "parent_block_hash",
+            "token_ids",
+            "block_size",
+            "lora_id",
+            "medium",
+            "lora_name",
+            "extra_keys",
+        ],
         "BlockRemoved": ["block_hashes", "medium"],
         "AllBlocksCleared": [],
-    }[kind]  # fmt: skip
+    }[kind]
     return {"type": kind} | dict(zip(names, fields, strict=False))
 
 
@@ -228,21 +236,30 @@ def test_events_have_the_extra_keys_of_a_hash() -> None:
     log.stored(None, hashes, array("i", range(1, 8)), 0, adapter=adapter, cache_salt="s", features=[feature])
     event = msgspec.to_builtins(log.take()[0])
     assert event == {
-        "type": "BlockStored", "block_hashes": [external(h) for h in hashes], "parent_block_hash": None,
-        "token_ids": [1, 2, 3, 4, 5, 6], "block_size": 2, "lora_id": 7, "medium": "GPU", "lora_name": "a",
+        "type": "BlockStored",
+        "block_hashes": [external(h) for h in hashes],
+        "parent_block_hash": None,
+        "token_ids": [1, 2, 3, 4, 5, 6],
+        "block_size": 2,
+        "lora_id": 7,
+        "medium": "GPU",
+        "lora_name": "a",
         "extra_keys": [("a", "s"), ("a", ("ab", 1)), ("a", ("ab", -1))],
-    }  # fmt: skip
+    }
     assert not log.take()
 
 
 @pytest.mark.parametrize(
     ("endpoint", "rank", "expected"),
     [
-        ("tcp://*:5557", 0, "tcp://*:5557"), ("tcp://*:5557", 3, "tcp://*:5560"), ("tcp://*:0", 3, "tcp://*:0"),
-        ("tcp://[::1]:5", 1, "tcp://[::1]:6"), ("ipc:///tmp/x", 0, "ipc:///tmp/x"),
+        ("tcp://*:5557", 0, "tcp://*:5557"),
+        ("tcp://*:5557", 3, "tcp://*:5560"),
+        ("tcp://*:0", 3, "tcp://*:0"),
+        ("tcp://[::1]:5", 1, "tcp://[::1]:6"),
+        ("ipc:///tmp/x", 0, "ipc:///tmp/x"),
         ("ipc:///tmp/x", 1, "ipc:///tmp/x_dp1"),
     ],
-)  # fmt: skip
+)
 def test_engines_have_an_endpoint_each(endpoint: str, rank: int, expected: str) -> None:
     assert shifted(endpoint, rank) == expected
 
@@ -250,11 +267,15 @@ def test_engines_have_an_endpoint_each(endpoint: str, rank: int, expected: str) 
 @pytest.mark.parametrize(
     ("config", "word"),
     [
-        ({"endpoint": "5557"}, "endpoint"), ({"replay_endpoint": "tcp://a:b"}, "replay_endpoint"), ({"hwn": 1}, "hwn"),
-        ({"publisher": "kafka"}, "publisher"), ({"buffer_steps": -1}, "buffer_steps"), ({"format": "x"}, "format"),
+        ({"endpoint": "5557"}, "endpoint"),
+        ({"replay_endpoint": "tcp://a:b"}, "replay_endpoint"),
+        ({"hwn": 1}, "hwn"),
+        ({"publisher": "kafka"}, "publisher"),
+        ({"buffer_steps": -1}, "buffer_steps"),
+        ({"format": "x"}, "format"),
         ({"hwm": 1 << 31}, "hwm"),
     ],
-)  # fmt: skip
+)
 def test_an_object_that_cannot_be_used_names_its_key(config: dict[str, Any], word: str) -> None:
     with pytest.raises(StartError, match=f"kv_events_config.*{word}"):
         Config.make(kv_events_config=config).kv.events()

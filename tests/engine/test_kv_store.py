@@ -165,8 +165,12 @@ def test_events_tell_where_blocks_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(e.core._events, "publish", published.extend)
 
     def stored(medium: str) -> list[tuple[str, int]]:
-        return [(type(event).__name__, block) for event in published if event.medium == medium
-                for block in event.block_hashes]  # fmt: skip
+        return [
+            (type(event).__name__, block)
+            for event in published
+            if event.medium == medium
+            for block in event.block_hashes
+        ]
 
     cached(e, "a")
     first, second = (block for _, block in stored("GPU"))
@@ -278,8 +282,14 @@ def test_results_do_not_depend_on_the_store(seed: int) -> None:
         if rng.random() < 0.3 and turn < 110:
             prompt = PROMPT[: rng.choice([4, 8, 9])] + [rng.randrange(3) for _ in range(rng.randint(1, 12))]
             names.append(f"r{turn}")
-            e.add(names[-1], prompt, max_tokens=rng.randint(1, 12), ignore_eos=True, logprobs=1,
-                  cache_salt=rng.choice(["", "", "s"]))  # fmt: skip
+            e.add(
+                names[-1],
+                prompt,
+                max_tokens=rng.randint(1, 12),
+                ignore_eos=True,
+                logprobs=1,
+                cache_salt=rng.choice(["", "", "s"]),
+            )
         if rng.random() < 0.04:
             flush(e)
         if rng.random() < 0.02:
@@ -349,14 +359,28 @@ def test_slots_that_are_pinned_are_not_replaced() -> None:
         ({"kv_offloading_disk_size": math.inf}, "kv_offloading_disk_size: must be at most"),
         ({"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}}, "LMCacheConnectorV1"),
         ({"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}}, "kv_connector_extra"),
-        ({"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
-                                 "kv_connector_extra_config": {"cpu_bytes_to_use": 1, "eviction_policy": "arc"}}},
-         "eviction_policy"),
-        ({"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
-                                 "kv_connector_extra_config": {"cpu_bytes_to_use": 1, "offload_prompt_only": True}}},
-         "offload_prompt_only"),
+        (
+            {
+                "kv_transfer_config": {
+                    "kv_connector": "OffloadingConnector",
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": {"cpu_bytes_to_use": 1, "eviction_policy": "arc"},
+                }
+            },
+            "eviction_policy",
+        ),
+        (
+            {
+                "kv_transfer_config": {
+                    "kv_connector": "OffloadingConnector",
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": {"cpu_bytes_to_use": 1, "offload_prompt_only": True},
+                }
+            },
+            "offload_prompt_only",
+        ),
     ],
-)  # fmt: skip
+)
 def test_options_that_cannot_be_served_are_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(StartError, match=reason):
         Config.make(**options).kv.store()

@@ -33,9 +33,16 @@ class Giver:
         self.lease = self.leases.add("r#0", table, self.keys)
         self.parts = dict(PARTS)
         self.server = BlockServer(
-            "127.0.0.1", 0, KEY, "engine", self.leases, block_bytes=BLOCK_BYTES, identity=lambda: self.parts,
-            read=lambda blocks: [bytes([block]) * BLOCK_BYTES for block in blocks], on_change=lambda: None,
-        )  # fmt: skip
+            "127.0.0.1",
+            0,
+            KEY,
+            "engine",
+            self.leases,
+            block_bytes=BLOCK_BYTES,
+            identity=lambda: self.parts,
+            read=lambda blocks: [bytes([block]) * BLOCK_BYTES for block in blocks],
+            on_change=lambda: None,
+        )
 
 
 @pytest.fixture
@@ -134,7 +141,7 @@ def test_a_lease_expires_unless_it_is_being_read() -> None:
 @pytest.mark.parametrize(
     "garbage",
     [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(200), secrets.token_bytes(5000), MAGIC + bytes(64), b"\xff" * 100_000],
-)  # fmt: skip
+)
 def test_garbage_ends_only_its_connection(giver: Giver, garbage: bytes) -> None:
     with socket.create_connection(("127.0.0.1", giver.server.port), 10) as connection:
         try:
@@ -217,9 +224,16 @@ def test_a_name_that_no_host_has_is_an_error_of_the_pull() -> None:
 def test_an_address_in_use_is_a_start_error(giver: Giver) -> None:
     with pytest.raises(StartError, match="cannot listen"):
         BlockServer(
-            "127.0.0.1", giver.server.port, KEY, "e", giver.leases, block_bytes=1, identity=lambda: {},
-            read=lambda blocks: [], on_change=lambda: None,
-        )  # fmt: skip
+            "127.0.0.1",
+            giver.server.port,
+            KEY,
+            "e",
+            giver.leases,
+            block_bytes=1,
+            identity=lambda: {},
+            read=lambda blocks: [],
+            on_change=lambda: None,
+        )
 
 
 def test_the_parts_that_differ_are_named() -> None:

@@ -94,9 +94,10 @@ def test_a_refused_update_reports_the_age_of_the_open_one() -> None:
 
 
 TAKING = [
-    ("start_weight_update", {}), ("update_weights_from_dir", {"weight_dir": "d"}),
+    ("start_weight_update", {}),
+    ("update_weights_from_dir", {"weight_dir": "d"}),
     ("init_weight_transfer_engine", {"init_info": {}}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("method", "args"), TAKING, ids=[method for method, _ in TAKING])
@@ -165,9 +166,16 @@ def test_a_pause_with_a_lease_ends_by_itself_unless_it_is_extended() -> None:
 
 @pytest.mark.parametrize(
     ("first", "second", "taken", "lasts"),
-    [(30, None, False, None), (None, 30, False, None), (30, 60, False, 60), (60, 30, False, 60), (60, 30, True, 30),
-     (None, 30, True, 30), (30, None, True, None)],
-)  # fmt: skip
+    [
+        (30, None, False, None),
+        (None, 30, False, None),
+        (30, 60, False, 60),
+        (60, 30, False, 60),
+        (60, 30, True, 30),
+        (None, 30, True, 30),
+        (30, None, True, None),
+    ],
+)
 def test_of_two_pauses_the_longer_lease_holds_unless_one_takes_over(
     first: float | None, second: float | None, taken: bool, lasts: float | None
 ) -> None:
@@ -233,10 +241,12 @@ def test_the_log_has_a_line_for_each_change_of_weights_and_sleep(caplog: pytest.
         ask(engine, "wake_up")
     lines = "\n".join(record.getMessage() for record in caplog.records)
     for part in (
-        "weights of version two committed as epoch 1", "was rolled back: unknown tensor x",
-        "was rolled back: the weight update was aborted", "asleep: kv_cache, scheduling, weights (mode keep)",
+        "weights of version two committed as epoch 1",
+        "was rolled back: unknown tensor x",
+        "was rolled back: the weight update was aborted",
+        "asleep: kv_cache, scheduling, weights (mode keep)",
         "awake",
-    ):  # fmt: skip
+    ):
         assert lines.count(part) == 1, lines
 
 
@@ -317,9 +327,11 @@ def test_a_call_that_names_an_update_touches_no_other_one() -> None:
     new = ask(engine, "start_weight_update", take_over=True).result["update_id"]
     assert old != new
     for method, args in (
-        ("abort_weight_update", {}), ("finish_weight_update", {}), ("begin_weight_stream", {"stream": "s"}),
+        ("abort_weight_update", {}),
+        ("finish_weight_update", {}),
+        ("begin_weight_stream", {"stream": "s"}),
         ("update_weights", {"update": {"weights": "w0"}}),
-    ):  # fmt: skip
+    ):
         reply = ask(engine, method, update_id=old, **args)
         assert (reply.status, reply.field) == (409, "update_id") and "another client took over" in str(reply.error)
     assert ask(engine, "update_weights", update={"weights": "w2"}, update_id=new).error is None

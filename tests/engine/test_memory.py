@@ -19,9 +19,11 @@ SGLANG: list[Call] = [
     *(("wake_up", {"tags": tags if len(tags) == 1 else [*tags, "scheduling"]}) for tags in PARTS),
 ]
 VLLM: list[Call] = [
-    ("sleep", {"level": 1}), ("sleep", {"level": 2}), ("release_kv_cache_memory", {}),
+    ("sleep", {"level": 1}),
+    ("sleep", {"level": 2}),
+    ("release_kv_cache_memory", {}),
     *(("wake_up", {"tags": [tag]}) for tag in ("weights", "kv_cache", "scheduling")),
-]  # fmt: skip
+]
 
 
 class Server:
@@ -52,8 +54,10 @@ class Server:
 
     def call_update(self) -> None:
         for method, args in (
-            ("start_weight_update", {}), ("update_weights", {"update": {"weights": "w"}}), ("finish_weight_update", {}),
-        ):  # fmt: skip
+            ("start_weight_update", {}),
+            ("update_weights", {"update": {"weights": "w"}}),
+            ("finish_weight_update", {}),
+        ):
             self.num_calls += 1
             reply = ask(self.engine, method, call_id=self.num_calls, **args)
             assert not reply.error, reply

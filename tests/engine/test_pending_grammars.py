@@ -150,10 +150,16 @@ def test_a_preempted_request_keeps_its_place(depth: int) -> None:
     assert seen[0] == 0 < seen[1]
 
 
-@pytest.mark.parametrize("barrier", [
-    {"ignore_eos": True}, {"min_tokens": 8}, {"bad_token_ids": list(EOS)}, {"bad_token_sequences": [[t] for t in EOS]},
-    {"allowed_token_ids": [3, 5, 6, 13, 16]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "barrier",
+    [
+        {"ignore_eos": True},
+        {"min_tokens": 8},
+        {"bad_token_ids": list(EOS)},
+        {"bad_token_sequences": [[t] for t in EOS]},
+        {"allowed_token_ids": [3, 5, 6, 13, 16]},
+    ],
+)
 @DEPTHS
 def test_a_complete_text_that_no_eos_may_follow_ends_the_output(depth: int, barrier: dict[str, Any]) -> None:
     engine, grammars = make_engine(depth=depth)
@@ -417,9 +423,11 @@ def test_a_late_mask_withholds_its_row_and_its_position_is_computed_again() -> N
     engine.run()
     assert statuses(engine).count(WITHHELD) <= withheld + 1  # its end may find a row in flight
     starts = [
-        int(plan.num_computed[i]) for plan in engine.executor.plans for i, slot in enumerate(plan.slots.tolist())
+        int(plan.num_computed[i])
+        for plan in engine.executor.plans
+        for i, slot in enumerate(plan.slots.tolist())
         if slot == 0
-    ]  # fmt: skip
+    ]
     assert starts.count(4) == 2, "position 4 holds its second token"
     assert engine.executor.computed["g"] > computed
     engine.check_complete("a")

@@ -30,8 +30,12 @@ def test_a_vector_comes_with_the_end_of_the_prompt(depth: int, budget: int, task
     assert received.finish is not None and (received.finish.reason, received.finish.detail) == ("stop", "pooled")
     assert len(received.outputs) == 1 and received.pooled and not received.tokens
     assert engine.stats.output_tokens == 5
-    assert all(not plan.num_logits[i] for plan in engine.executor.plans for i in range(len(plan.slots))
-               if engine.executor.results[plan.step].pooled.get(i) is not None)  # fmt: skip
+    assert all(
+        not plan.num_logits[i]
+        for plan in engine.executor.plans
+        for i in range(len(plan.slots))
+        if engine.executor.results[plan.step].pooled.get(i) is not None
+    )
     engine.check_empty()
 
 

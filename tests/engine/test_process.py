@@ -239,9 +239,11 @@ class Child:
     def __init__(self, address: str, **options: Any) -> None:
         self.address = address
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engine.scripted_process"], stdin=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, "-m", "tests.engine.scripted_process"],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             cwd=ROOT,
-        )  # fmt: skip
+        )
         self.stdin.write(opening(address, **options))
         self.stdin.flush()
 
@@ -327,9 +329,12 @@ time.sleep(60)
 def test_the_engine_does_not_outlive_a_killed_parent(address: str, variant: str) -> None:
     """Nor if a fork of the parent lives on and holds the pipe to its stdin open."""
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, variant], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL, cwd=ROOT,
-    )  # fmt: skip
+        [sys.executable, "-c", PARENT, variant],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
+    )
     with parent:
         assert parent.stdin is not None and parent.stdout is not None
         parent.stdin.write(opening(address))

@@ -88,8 +88,10 @@ def test_a_profile_ends_after_its_steps_and_its_result_waits(tmp_path: Path) -> 
     engine.steps(5)
     assert [method for method, _ in engine.calls] == ["start_profile", "stop_profile", "write_profile"]
     assert {span.name: span.args["finish"] for span in engine.spans("requests") if span.args} == {
-        "queued": "running", "prefill": "running", "decode": "running",
-    }  # fmt: skip
+        "queued": "running",
+        "prefill": "running",
+        "decode": "running",
+    }
     count = len(engine.replies)
     engine.run()
     assert len(engine.replies) == count, "the engine's own command has no caller"
@@ -192,8 +194,15 @@ def test_a_directory_that_cannot_be_written_is_refused_at_the_start(
 
 
 def test_vllms_object() -> None:
-    config = {"profiler": "torch", "torch_profiler_dir": "/d", "torch_profiler_with_stack": True, "max_iterations": 7,
-             "delay_iterations": 1, "torch_profiler_use_gzip": True, "ignore_frontend": True}  # fmt: skip
+    config = {
+        "profiler": "torch",
+        "torch_profiler_dir": "/d",
+        "torch_profiler_with_stack": True,
+        "max_iterations": 7,
+        "delay_iterations": 1,
+        "torch_profiler_use_gzip": True,
+        "ignore_frontend": True,
+    }
     plan = Config.make(profiler_config=config).profiler.resolved()
     assert plan == ("/d", {"with_stack": True}, True, 1, 7)
     assert Config.make(profiler_dir="/e").profiler.resolved().directory == "/e"
@@ -201,10 +210,15 @@ def test_vllms_object() -> None:
 
 @pytest.mark.parametrize(
     ("config", "word"),
-    [({"profiler": "cuda"}, "torch"), ({"torch_profiler_dir": 3}, "torch_profiler_dir"), ({"x": 1}, "'x'"),
-     ({"max_iterations": -1}, "max_iterations"), ({"torch_profiler_with_flops": 1}, "with_flops"),
-     ({"torch_profiler_dir": "/other"}, "different")],
-)  # fmt: skip
+    [
+        ({"profiler": "cuda"}, "torch"),
+        ({"torch_profiler_dir": 3}, "torch_profiler_dir"),
+        ({"x": 1}, "'x'"),
+        ({"max_iterations": -1}, "max_iterations"),
+        ({"torch_profiler_with_flops": 1}, "with_flops"),
+        ({"torch_profiler_dir": "/other"}, "different"),
+    ],
+)
 def test_what_cannot_be_is_refused_at_the_start(config: dict[str, Any], word: str) -> None:
     with pytest.raises(StartError, match=word):
         Config.make(profiler_dir="/d", profiler_config=config).profiler.resolved()

@@ -20,9 +20,13 @@ LIMITS = Limits(32, 50, (1, 2), "raw")
 
 
 def make(
-    prompt: list[int] | bytes = b"", *, stream: bool = True, limits: Limits = LIMITS, task: PoolingParams | None = None,
+    prompt: list[int] | bytes = b"",
+    *,
+    stream: bool = True,
+    limits: Limits = LIMITS,
+    task: PoolingParams | None = None,
     **params: Any,
-) -> Request:  # fmt: skip
+) -> Request:
     spec = engine_request("r", prompt or [10, 11, 12, 13, 14, 15], task or SamplingParams(**params), 7, stream=stream)
     return Request(spec, owner=b"A", number=3, received=100.0, limits=limits)
 

@@ -53,9 +53,13 @@ def test_a_prefix_is_reused_up_to_its_last_snapshot() -> None:
     engine.run()
     assert engine.stats.snapshots == 2  # after 16 tokens and after 28
     for rid, prompt, cached in (
-        ("same", PROMPT[:30], 28), ("longer", [*PROMPT[:30], 1, 2, 3], 28), ("shorter", PROMPT[:27], 16),
-        ("early", PROMPT[:15], 0), ("whole", PROMPT[:28], 27), ("exact", PROMPT[:16], 15),
-    ):  # fmt: skip
+        ("same", PROMPT[:30], 28),
+        ("longer", [*PROMPT[:30], 1, 2, 3], 28),
+        ("shorter", PROMPT[:27], 16),
+        ("early", PROMPT[:15], 0),
+        ("whole", PROMPT[:28], 27),
+        ("exact", PROMPT[:16], 15),
+    ):
         engine.add(rid, prompt, max_tokens=1)
         engine.run()
         assert engine.received[rid].cached == cached, rid

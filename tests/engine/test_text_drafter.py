@@ -48,9 +48,12 @@ def test_tenants_do_not_draft_for_each_other() -> None:
     engine, _ = drafting()
     accepted(engine, "a", client="c", cache_salt="s")
     variants: list[dict[str, Any]] = [
-        {"client": "d", "cache_salt": "s"}, {"client": "c"}, {"client": "c", "cache_salt": "t"},
-        {"client": "c", "cache_salt": "s", "draft_group": "g"}, {"client": "c", "cache_salt": "s", "speculate": False},
-    ]  # fmt: skip
+        {"client": "d", "cache_salt": "s"},
+        {"client": "c"},
+        {"client": "c", "cache_salt": "t"},
+        {"client": "c", "cache_salt": "s", "draft_group": "g"},
+        {"client": "c", "cache_salt": "s", "speculate": False},
+    ]
     for number, fields in enumerate(variants):
         assert accepted(engine, f"b{number}", **fields) < 12, fields
     assert accepted(engine, "c", client="c", cache_salt="s") >= 18

@@ -38,9 +38,12 @@ def pair(directory: Path, connector: str = "tcp", policy: str = "fail") -> Itera
     engines = []
     for role in ("kv_producer", "kv_consumer"):
         config = {
-            "kv_connector": connector, "kv_role": role, "kv_port": 0, "kv_load_failure_policy": policy,
+            "kv_connector": connector,
+            "kv_role": role,
+            "kv_port": 0,
+            "kv_load_failure_policy": policy,
             "kv_connector_extra_config": options,
-        }  # fmt: skip
+        }
         engines.append(Engine(kv_transfer_config=config))
     try:
         yield engines[0], engines[1]

@@ -22,8 +22,17 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "deploy"
 DOCKERFILES = ["Dockerfile", "Dockerfile.cuda"]
 INSTRUCTIONS = {
-    "FROM", "RUN", "WORKDIR", "COPY", "USER", "ENV", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "CMD",
-}  # fmt: skip
+    "FROM",
+    "RUN",
+    "WORKDIR",
+    "COPY",
+    "USER",
+    "ENV",
+    "EXPOSE",
+    "HEALTHCHECK",
+    "ENTRYPOINT",
+    "CMD",
+}
 
 
 def routes() -> set[str]:
@@ -117,9 +126,10 @@ def test_kubernetes_manifests() -> None:
     assert chosen["key"] in manifest["Secret"]["stringData"]
     labels = pod["metadata"]["labels"]
     for selector in (
-        manifest["Deployment"]["spec"]["selector"]["matchLabels"], manifest["Service"]["spec"]["selector"],
+        manifest["Deployment"]["spec"]["selector"]["matchLabels"],
+        manifest["Service"]["spec"]["selector"],
         manifest["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
-    ):  # fmt: skip
+    ):
         assert selector.items() <= labels.items()
     assert manifest["Service"]["spec"]["ports"][0]["targetPort"] == port["name"]
     mounted = {mount["name"] for mount in container["volumeMounts"]}

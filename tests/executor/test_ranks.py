@@ -125,10 +125,12 @@ def test_ranks_find_each_other(ranks: tuple[Hub, list[Channel]]) -> None:
 @pytest.mark.parametrize(
     ("last", "reason"),
     [
-        (None, "rank 1 was killed by SIGKILL"), (Broken("ZeroDivisionError: /"), "rank 1 died: ZeroDivisionError: /"),
-        (NO_TEXT, "rank 1 sent nonsense: 'utf-8' codec"), (b"\xc1", "rank 1 sent nonsense"),
+        (None, "rank 1 was killed by SIGKILL"),
+        (Broken("ZeroDivisionError: /"), "rank 1 died: ZeroDivisionError: /"),
+        (NO_TEXT, "rank 1 sent nonsense: 'utf-8' codec"),
+        (b"\xc1", "rank 1 sent nonsense"),
     ],
-)  # fmt: skip
+)
 def test_a_lost_rank_ends_all_waiting(ranks: tuple[Hub, list[Channel]], last: Any, reason: str) -> None:
     hub, (_, second) = ranks
     woken = threading.Event()
@@ -242,8 +244,10 @@ def test_replies_of_ranks_are_merged() -> None:
         merge.results("receive_update", ["one", "two"])
     a, b, c = b"a", b"b", b"c"
     assert merge.results("use_identity", [[a, b, c], [c, a]]) == [a, c]
-    written = [{"written": w, "deleted": d, "failed": f, "seconds": t} for w, d, f, t in
-               (([a, b], [c], 0, 0.5), ([a], [], 1, 0.7))]  # fmt: skip
+    written = [
+        {"written": w, "deleted": d, "failed": f, "seconds": t}
+        for w, d, f, t in (([a, b], [c], 0, 0.5), ([a], [], 1, 0.7))
+    ]
     assert merge.results("write_files", written) == {"written": [a], "deleted": [c], "failed": 1, "seconds": 0.7}
     read = [{"count": 3, "damaged": 0, "seconds": 0.1}, {"count": 1, "damaged": 1, "seconds": 0.0}]
     assert merge.results("read_files", read) == {"count": 1, "damaged": 1, "seconds": 0.1}

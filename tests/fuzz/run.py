@@ -16,9 +16,20 @@ from pathlib import Path
 
 NAMES = ("bodies", "wire", "template", "detokenizer")
 PIECES = (
-    b"null", b"-1", b"1e999", b"[", b"{", b'"', b"\x00", b"\xff", b"\xc0", b"\xdf\xff\xff\xff\xff", b"9" * 40,
-    b"[" * 50, b"\x91" * 3000,
-)  # fmt: skip
+    b"null",
+    b"-1",
+    b"1e999",
+    b"[",
+    b"{",
+    b'"',
+    b"\x00",
+    b"\xff",
+    b"\xc0",
+    b"\xdf\xff\xff\xff\xff",
+    b"9" * 40,
+    b"[" * 50,
+    b"\x91" * 3000,
+)
 
 
 def changed(rng: random.Random, seed: bytes, other: bytes) -> bytes:

@@ -44,54 +44,80 @@ CHOICE = {"index": 0, "token_ids": [5], "finish_reason": "length"}
 # what a body needs besides the field
 LEAST: dict[str, dict[str, Any]] = {
     "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 1}},
-    "/v1/completions": {"prompt": "a", "max_tokens": 1}, "/v1/completions/render": {"prompt": "a"},
+    "/v1/completions": {"prompt": "a", "max_tokens": 1},
+    "/v1/completions/render": {"prompt": "a"},
     "/v1/chat/completions": {"messages": [MESSAGE], "max_tokens": 1},
     "/v1/chat/completions/render": {"messages": [MESSAGE]},
     "/v1/chat/completions/tokens": {"tokens": [5], "messages": [MESSAGE], "max_tokens": 1},
-    "/v1/responses": {"input": "a", "max_output_tokens": 1}, "/tokenize": {}, "/detokenize": {},
+    "/v1/responses": {"input": "a", "max_output_tokens": 1},
+    "/tokenize": {},
+    "/detokenize": {},
     "/v1/chat/completions/derender": {"generate_response": {"choices": [CHOICE], "prompt_token_ids": [5]}},
     "/v1/completions/derender": {"generate_responses": [{"choices": [CHOICE], "prompt_token_ids": [5]}]},
     "/v1/messages": {"model": "demo", "messages": [MESSAGE], "max_tokens": 1},
     "/v1/messages/count_tokens": {"model": "demo", "messages": [MESSAGE]},
     "/v1/messages/render": {"model": "demo", "messages": [MESSAGE], "max_tokens": 1},
-    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "a"}, "/collective_rpc": {"method": "a"},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "a"},
+    "/collective_rpc": {"method": "a"},
     "/weight_checker": {"action": "compare"},
     "/generate": {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}},
     "/update_weights_from_distributed": {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]},
-    "/weights_checker": {"action": "compare"}, "/update_weights_from_disk": {"model_path": "a"},
-}  # fmt: skip
+    "/weights_checker": {"action": "compare"},
+    "/update_weights_from_disk": {"model_path": "a"},
+}
 # entries of lists that have a meaning of their own, by field
 ENTRIES: dict[str, Any] = {
-    "messages": MESSAGE, "input": {"type": "message", **MESSAGE}, "documents": {"title": "a", "text": "b"},
-    "include": "reasoning.encrypted_content", "prompt": "a", "generate_responses": {"choices": [CHOICE]},
-}  # fmt: skip
+    "messages": MESSAGE,
+    "input": {"type": "message", **MESSAGE},
+    "documents": {"title": "a", "text": "b"},
+    "include": "reasoning.encrypted_content",
+    "prompt": "a",
+    "generate_responses": {"choices": [CHOICE]},
+}
 SCHEMA_TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
 # parts of bodies that are read where they are needed, not with the body
 CHAT_NESTED = (
-    "messages.0.content", "messages.0.tool_calls", "tools.0.function.parameters", "response_format.json_schema.schema",
+    "messages.0.content",
+    "messages.0.tool_calls",
+    "tools.0.function.parameters",
+    "response_format.json_schema.schema",
     "structured_outputs.json",
-)  # fmt: skip
+)
 MESSAGES_NESTED = ("messages.0.content", "system", "tools.0.input_schema", "output_config.format.schema")
 NESTED: dict[str, tuple[str, ...]] = {
-    "/v1/chat/completions": CHAT_NESTED, "/v1/chat/completions/tokens": CHAT_NESTED,
-    "/v1/chat/completions/render": CHAT_NESTED, "/v1/messages": MESSAGES_NESTED,
-    "/v1/messages/render": MESSAGES_NESTED, "/v1/messages/count_tokens": MESSAGES_NESTED,
+    "/v1/chat/completions": CHAT_NESTED,
+    "/v1/chat/completions/tokens": CHAT_NESTED,
+    "/v1/chat/completions/render": CHAT_NESTED,
+    "/v1/messages": MESSAGES_NESTED,
+    "/v1/messages/render": MESSAGES_NESTED,
+    "/v1/messages/count_tokens": MESSAGES_NESTED,
     "/v1/responses": ("input.0.content", "tools.0.parameters", "text.format.schema"),
     "/v1/completions": ("structured_outputs.json", "response_format.json_schema.schema"),
     "/generate": ("sampling_params.json_schema", "sampling_params.custom_params", *SGLANG),
-}  # fmt: skip
+}
 # what must be there around them
 AROUND: dict[str, Any] = {
-    "messages": [MESSAGE], "tools": [SCHEMA_TOOL | {"name": "f", "input_schema": {}, "parameters": {}}],
-    "response_format": FORM, "output_config": {"format": {"type": "json_schema", "schema": {}}},
-    "input": [{"type": "message", **MESSAGE}], "text": {"format": {"type": "json_schema", "name": "a", "schema": {}}},
-}  # fmt: skip
-SKIPPED = frozenset({  # these change the server for the cases that follow
-    "/pause", "/sleep", "/start_weight_update", "/update_weight_version", "/areal_pause_generation",
-    "/pause_generation", "/release_memory_occupation", "/begin_weight_update",
-    "/init_weights_update_group",  # waits for the group's other members
-})  # fmt: skip
+    "messages": [MESSAGE],
+    "tools": [SCHEMA_TOOL | {"name": "f", "input_schema": {}, "parameters": {}}],
+    "response_format": FORM,
+    "output_config": {"format": {"type": "json_schema", "schema": {}}},
+    "input": [{"type": "message", **MESSAGE}],
+    "text": {"format": {"type": "json_schema", "name": "a", "schema": {}}},
+}
+SKIPPED = frozenset(
+    {  # these change the server for the cases that follow
+        "/pause",
+        "/sleep",
+        "/start_weight_update",
+        "/update_weight_version",
+        "/areal_pause_generation",
+        "/pause_generation",
+        "/release_memory_occupation",
+        "/begin_weight_update",
+        "/init_weights_update_group",  # waits for the group's other members
+    }
+)
 
 
 class Case(NamedTuple):

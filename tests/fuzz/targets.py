@@ -43,9 +43,28 @@ CALLS = (
 )
 TEMPLATES = [ChatTemplate(TOKENIZER), ChatTemplate(TOKENIZER, CHATML), ChatTemplate(TOKENIZER, CALLS)]
 ATOMS: list[Any] = [
-    None, True, -1, 0, 2**63, 1.5, "", "x", "\u0000", "ä" * 50, "\ud800", [], {}, [None], [[]], {"": {}},
-    {"type": "text", "text": "a"}, {"type": "image_url"}, [{"type": "text"}], "{{ x }}", "{%",
-]  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    2**63,
+    1.5,
+    "",
+    "x",
+    "\u0000",
+    "ä" * 50,
+    "\ud800",
+    [],
+    {},
+    [None],
+    [[]],
+    {"": {}},
+    {"type": "text", "text": "a"},
+    {"type": "image_url"},
+    [{"type": "text"}],
+    "{{ x }}",
+    "{%",
+]
 KEYS = ["role", "content", "name", "tool_calls", "tool_call_id", "function", "arguments", "type", "text", "x"]
 
 
@@ -101,11 +120,21 @@ def _handler(
 
 
 ROUTES: list[Route] = [
-    _generate, _chat, _chat_tokens, _completions, _abort, _handler(tokenize.tokenize), _handler(tokenize.detokenize),
-    _handler(render.render_chat), _handler(render.render_completions), _handler(derender.derender_chat),
-    _handler(derender.derender_completions), _handler(responses.read),
-    _handler(anthropic_messages.read), _handler(anthropic_messages.count_tokens),
-]  # fmt: skip
+    _generate,
+    _chat,
+    _chat_tokens,
+    _completions,
+    _abort,
+    _handler(tokenize.tokenize),
+    _handler(tokenize.detokenize),
+    _handler(render.render_chat),
+    _handler(render.render_completions),
+    _handler(derender.derender_chat),
+    _handler(derender.derender_completions),
+    _handler(responses.read),
+    _handler(anthropic_messages.read),
+    _handler(anthropic_messages.count_tokens),
+]
 
 
 def wire(data: bytes) -> None:
@@ -124,9 +153,11 @@ def template(data: bytes) -> None:
     chosen = [_message(rng) for _ in range(rng.randrange(4))]
     try:
         rng.choice(TEMPLATES).render(
-            chosen, add_generation_prompt=rng.random() < 0.5, continue_final_message=rng.random() < 0.3,
+            chosen,
+            add_generation_prompt=rng.random() < 0.5,
+            continue_final_message=rng.random() < 0.3,
             kwargs=rng.choice([None, {}, {"x": rng.choice(ATOMS)}]),
-        )  # fmt: skip
+        )
     except RequestError as error:
         assert error.status < 500, error
 
@@ -191,28 +222,40 @@ def seeds(name: str) -> list[bytes]:
         values: list[Any] = [
             {"token_ids": [5, 6], "sampling_params": params, "stream": False, "request_id": "a", "cache_salt": "s"},
             {"token_ids_b64": "BQAAAA==", "sampling_params": params, "deadline_ms": 5},
-            {"messages": chat, "stop": "x", "max_tokens": 3, "logprobs": True, "top_logprobs": 2}, {"tokens": [5, 6]},
-            {"prompt": ["a", "b"], "echo": True, "n": 2, "logprobs": 1}, {"prompt": [[5], [6]]}, {"request_ids": ["a"]},
-            {"group_id": "g"}, {"prompt": "x", "return_token_strs": True}, {"tokens": [5], "skip_special_tokens": True},
+            {"messages": chat, "stop": "x", "max_tokens": 3, "logprobs": True, "top_logprobs": 2},
+            {"tokens": [5, 6]},
+            {"prompt": ["a", "b"], "echo": True, "n": 2, "logprobs": 1},
+            {"prompt": [[5], [6]]},
+            {"request_ids": ["a"]},
+            {"group_id": "g"},
+            {"prompt": "x", "return_token_strs": True},
+            {"tokens": [5], "skip_special_tokens": True},
             {"input": "x", "instructions": "y", "text": {"format": {"type": "json_object"}}, "reasoning": {}},
             {"input": [*chat, *called], "tools": [tool], "tool_choice": {"type": "function", "name": "f"}},
             {"generate_responses": [{"choices": [choice]}], "request": {"messages": chat}},
             {"generate_responses": [{"choices": [choice], "prompt_token_ids": [5]}]},
-        ]  # fmt: skip
+        ]
         return [
             bytes([2 * route + packed]) + (msgspec.msgpack.encode(value) if packed else json.dumps(value).encode())
-            for route in range(len(ROUTES)) for packed in (0, 1) for value in values
-        ]  # fmt: skip
+            for route in range(len(ROUTES))
+            for packed in (0, 1)
+            for value in values
+        ]
     if name == "wire":
         sampling, options = SamplingParams(stop=["a"], logit_bias={5: 1.0}), RequestOptions(group_id="g")
         request = messages.EngineRequest("r#0", TokenPrompt(b"\5\0\0\0"), sampling, options, 3)
         rare = messages.RareFields(0, messages.Finish("stop", "eos", 2), messages.Logprobs(b"1234", b"1234"))
         step = messages.StepOutput(messages.StepStats(1, 2), ["r#0"], b"\5\0\0\0", b"", [], [rare])
         samples: list[Any] = [
-            step, messages.Submit(1, "r", [request], "c"), messages.Abort(["r#0"]), messages.Reply(2, {"a": [1]}),
-            messages.Call(2, "abort", {"keys": ["r"]}), messages.SubmitReply(1), messages.Dead("x"),
+            step,
+            messages.Submit(1, "r", [request], "c"),
+            messages.Abort(["r#0"]),
+            messages.Reply(2, {"a": [1]}),
+            messages.Call(2, "abort", {"keys": ["r"]}),
+            messages.SubmitReply(1),
+            messages.Dead("x"),
             messages.Ready(9, 9, 9, 9, [2], "0"),
-        ]  # fmt: skip
+        ]
         return [messages.encode(message) for message in samples]
     return [bytes(range(start, start + 24)) for start in range(0, 224, 8)]
 

@@ -26,10 +26,17 @@ transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": None,
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
     "pad_token_id": None,
-}  # fmt: skip
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": {"use_qkv_bias": True},
     "gpt_neox": {},
@@ -47,29 +54,57 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "arcee": {},
     "helium": {"head_dim": 16},
     "exaone_moe": {
-        "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
-        "n_group": 1, "topk_group": 1, "sliding_window": 24,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "sliding_window": 24,
     },
     "afmoe": {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1,
-        "sliding_window": 24, "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "num_dense_layers": 1,
+        "sliding_window": 24,
+        "head_dim": 16,
     },
     "sarvam_moe": {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
-        "n_group": 1, "topk_group": 1, "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "head_dim": 16,
     },
     "granitemoe_swa": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
     "axk1": {
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1,
-        "q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
-        "num_key_value_heads": 4, "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
     },
     "gemma4_text": {
-        "head_dim": 16, "global_head_dim": 32, "vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 8,
-        "sliding_window": 24, "num_kv_shared_layers": 1, "num_hidden_layers": 4,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "vocab_size_per_layer_input": 320,
+        "hidden_size_per_layer_input": 8,
+        "sliding_window": 24,
+        "num_kv_shared_layers": 1,
+        "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
-}  # fmt: skip
+}
 FAST = ("gpt_neox", "opt", "exaone_moe")
 EVERY = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 
@@ -231,9 +266,11 @@ def test_served_with_cache_and_batch(name: str, impl: str, tmp_path: Path) -> No
             ):
                 with torch.no_grad():
                     expected = reference.generate(
-                        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=12,
+                        torch.tensor([prompt]),
+                        attention_mask=torch.ones(1, len(prompt)),
+                        max_new_tokens=12,
                         do_sample=False,
-                    )[0, len(prompt) :].tolist()  # fmt: skip
+                    )[0, len(prompt) :].tolist()
                 assert list(result.outputs[0].token_ids) == expected
 
 

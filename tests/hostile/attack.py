@@ -28,8 +28,11 @@ import psutil
 from tests.e2e.server import NO_TLS, Server
 
 COMPLETIONS, CHAT, GENERATE, TOKENIZE = (
-    "/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize",
-)  # fmt: skip
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/inference/v1/generate",
+    "/tokenize",
+)
 MIB = 1 << 20
 STARVED = 0.05  # seconds that a process waits for a processor on a machine too busy for measurements
 PATIENT = httpx.Timeout(180.0)
@@ -82,9 +85,12 @@ def post(url: str, path: str, body: Any, headers: dict[str, str] | None = None) 
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
         reply = httpx.post(
-            url + path, content=raw, headers={"Content-Type": "application/json", **(headers or {})}, timeout=PATIENT,
+            url + path,
+            content=raw,
+            headers={"Content-Type": "application/json", **(headers or {})},
+            timeout=PATIENT,
             verify=NO_TLS,
-        )  # fmt: skip
+        )
     except httpx.TransportError:
         return Answer(0)
     return answer_of(reply.status_code, reply.content, "retry-after" in reply.headers)
@@ -146,11 +152,14 @@ def long_text(url: str, rng: random.Random) -> list[Answer]:
     """10 MB of text to each route that tokenizes."""
     text = words(10_000_000)
     bodies: list[tuple[str, Any]] = [
-        (COMPLETIONS, {"prompt": text}), (CHAT, {"messages": [{"role": "user", "content": text}]}),
-        (TOKENIZE, {"prompt": text}), ("/v1/responses", {"input": text}),
-        (COMPLETIONS, {"prompt": ["a", text]}), ("/v1/completions/render", {"prompt": text}),
+        (COMPLETIONS, {"prompt": text}),
+        (CHAT, {"messages": [{"role": "user", "content": text}]}),
+        (TOKENIZE, {"prompt": text}),
+        ("/v1/responses", {"input": text}),
+        (COMPLETIONS, {"prompt": ["a", text]}),
+        ("/v1/completions/render", {"prompt": text}),
         ("/v1/messages", {"model": "demo", "max_tokens": 9, "messages": [{"role": "user", "content": text}]}),
-    ]  # fmt: skip
+    ]
     return [post(url, path, body) for path, body in bodies]
 
 
@@ -310,9 +319,10 @@ def many_messages(url: str, rng: random.Random) -> list[Answer]:
     message = {"role": "user", "content": "x"}
     parts = [{"type": "text", "text": "x"}] * 100_000
     return [
-        post(url, CHAT, {"messages": [message] * 100_000}), post(url, CHAT, {"messages": [message] * 1_000_000}),
+        post(url, CHAT, {"messages": [message] * 100_000}),
+        post(url, CHAT, {"messages": [message] * 1_000_000}),
         post(url, CHAT, {"messages": [{"role": "user", "content": parts}]}),
-    ]  # fmt: skip
+    ]
 
 
 @attack
@@ -347,9 +357,11 @@ def another_host(url: str, rng: random.Random) -> list[Answer]:
     """A page whose name leads to the server's address."""
     headers = {"Host": "evil.example"}
     return [
-        post(url, "/resume", b"", headers), post(url, "/sleep", b"", headers),
-        answer_of(*_get(url, "/inference/v1/requests", headers)), answer_of(*_get(url, "/server_info", headers)),
-    ]  # fmt: skip
+        post(url, "/resume", b"", headers),
+        post(url, "/sleep", b"", headers),
+        answer_of(*_get(url, "/inference/v1/requests", headers)),
+        answer_of(*_get(url, "/server_info", headers)),
+    ]
 
 
 def _get(url: str, path: str, headers: dict[str, str]) -> tuple[int, bytes]:
@@ -364,10 +376,11 @@ def odd_requests(url: str, rng: random.Random) -> list[Answer]:
         sock.sendall(b"GET /health HTTP/2.0\r\nHost: localhost\r\n\r\n")
         version = read(sock)
     return [
-        version, post(url, "/sleep", {"level": 2**64}),
+        version,
+        post(url, "/sleep", {"level": 2**64}),
         post(url, "/update_weight_version", {"new_version": "a\0b"}),
         post(url, "/update_weight_version", {"new_version": "a\r\nb"}),
-    ]  # fmt: skip
+    ]
 
 
 # --- the scene ---
@@ -413,9 +426,10 @@ class Scene:
     """A server with a good client, whose seeded request must get the same bits, and soon, whatever others do."""
 
     REQUEST = {
-        "token_ids": [5, 20, 31], "request_id": "good",
+        "token_ids": [5, 20, 31],
+        "request_id": "good",
         "sampling_params": {"max_tokens": 12, "seed": 3, "logprobs": 2, "ignore_eos": True},
-    }  # fmt: skip
+    }
 
     def __init__(self, server: Server) -> None:
         self.server = server

@@ -55,9 +55,13 @@ def run(name: str, url: str, rng: random.Random, deadline: float) -> dict[str, A
     except (Fault, AssertionError, ValueError) as error:
         fault = f"{name}: {type(error).__name__}: {error}"
     return {
-        "attack": name, "begin": begin, "end": time.monotonic(), "cpu": time.process_time() - used,
-        "answers": dict(ANSWERS), "fault": fault,
-    }  # fmt: skip
+        "attack": name,
+        "begin": begin,
+        "end": time.monotonic(),
+        "cpu": time.process_time() - used,
+        "answers": dict(ANSWERS),
+        "fault": fault,
+    }
 
 
 def main(url: str, source: str, seed: str, seconds: str) -> None:

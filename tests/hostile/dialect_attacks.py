@@ -36,8 +36,11 @@ def many_blocks(url: str, rng: random.Random) -> list[Answer]:
     result = {"type": "tool_result", "tool_use_id": "a", "content": [text] * 100_000}
     call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
     bodies = [
-        turn([text] * 100_000), turn("x", system=[text] * 100_000), turn([result]), turn([call] * 50_000, "assistant"),
-    ]  # fmt: skip
+        turn([text] * 100_000),
+        turn("x", system=[text] * 100_000),
+        turn([result]),
+        turn([call] * 50_000, "assistant"),
+    ]
     return [post(url, path, body) for body in bodies for path in (MESSAGES, COUNT_TOKENS)]
 
 
@@ -53,10 +56,17 @@ def many_tools(url: str, rng: random.Random) -> list[Answer]:
         post(url, MESSAGES, turn("x", tools=anthropic, tool_choice={"type": "any"})),
         post(url, CHAT, user | {"tools": functions, "tool_choice": "required"}),
         post(url, CHAT, user | {"tools": functions, "tool_choice": "auto"}),
-        post(url, "/v1/responses", {"input": "x", "max_output_tokens": 4, "tool_choice": "required", "tools": [
-            {"type": "function", "name": f"f{i}", "parameters": schema} for i in range(10_000)
-        ]}),
-    ]  # fmt: skip
+        post(
+            url,
+            "/v1/responses",
+            {
+                "input": "x",
+                "max_output_tokens": 4,
+                "tool_choice": "required",
+                "tools": [{"type": "function", "name": f"f{i}", "parameters": schema} for i in range(10_000)],
+            },
+        ),
+    ]
 
 
 @attack
@@ -82,10 +92,11 @@ def nested_bodies(url: str, rng: random.Random) -> list[Answer]:
     """Bodies nested as deep as they are decoded, and deeper."""
     open_message = b'{"model":"demo","max_tokens":4,"messages":[{"role":"user","content":'
     places = [
-        (MESSAGES, open_message, b"}]}"), (MESSAGES, open_message + b'"x"}],"system":', b"}"),
+        (MESSAGES, open_message, b"}]}"),
+        (MESSAGES, open_message + b'"x"}],"system":', b"}"),
         (CHAT, b'{"messages":[{"role":"user","content":', b"}]}"),
         *((SGLANG, b'{"input_ids":[5],"%b":' % name.encode(), b"}") for name in REFUSED_NESTED),
-    ]  # fmt: skip
+    ]
     return [post(url, path, nested(depth, *around)) for path, *around in places for depth in (300, 500, 900, 1_000_000)]
 
 
@@ -110,10 +121,12 @@ def sglang_grammars(url: str, rng: random.Random) -> list[Answer]:
     """Costly expressions, a schema that fails, and the grammars that it does not take."""
     bomb = "".join(f"(a|b|ab){{0,{100 + i}}}" for i in range(rng.randrange(300, 400)))
     forms: list[dict[str, Any]] = [
-        {"regex": bomb}, {"regex": "(a|b|ab)*" * 1800}, {"ebnf": "root ::= " + '"a" ' * 100_000},
+        {"regex": bomb},
+        {"regex": "(a|b|ab)*" * 1800},
+        {"ebnf": "root ::= " + '"a" ' * 100_000},
         {"json_schema": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}},
         {"json_schema": "[" * 100_000},
-    ]  # fmt: skip
+    ]
     return [post(url, SGLANG, {"input_ids": [5], "sampling_params": form | {"max_new_tokens": 8}}) for form in forms]
 
 
@@ -163,9 +176,16 @@ def large_masks(url: str, rng: random.Random) -> list[Answer]:
     return [
         post(url, GENERATE, {"token_ids": [5], "sampling_params": params | {"n": 512}}),
         post(url, GENERATE, {"token_ids": [5], "sampling_params": flat | {"n": 16, "max_tokens": 500, "logprobs": 20}}),
-        post(url, SGLANG, {"input_ids": [5], "return_sampling_mask": True, "sampling_params": {
-            "n": 512, "max_new_tokens": 2000, "ignore_eos": True, "temperature": 2.0}}),
-    ]  # fmt: skip
+        post(
+            url,
+            SGLANG,
+            {
+                "input_ids": [5],
+                "return_sampling_mask": True,
+                "sampling_params": {"n": 512, "max_new_tokens": 2000, "ignore_eos": True, "temperature": 2.0},
+            },
+        ),
+    ]
 
 
 # --- choices ---

@@ -31,11 +31,19 @@ def request(kind: str, seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
     if kind == "chat":
         content = "Tell me about " + " and ".join(rng.sample(["rivers", "numbers", "cities", "birds", "tea"], 2))
-        return {"messages": [{"role": "user", "content": content}], "max_tokens": 24, "seed": seed, "logprobs": True,
-                "ignore_eos": True}  # fmt: skip
+        return {
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": 24,
+            "seed": seed,
+            "logprobs": True,
+            "ignore_eos": True,
+        }
     params = {"max_tokens": rng.randrange(16, 33), "seed": seed, "logprobs": 2, "ignore_eos": True}
-    return {"token_ids": [rng.randrange(3, 250) for _ in range(rng.choice([8, 40, 130]))], "sampling_params": params,
-            "stream": kind == "stream"}  # fmt: skip
+    return {
+        "token_ids": [rng.randrange(3, 250) for _ in range(rng.choice([8, 40, 130]))],
+        "sampling_params": params,
+        "stream": kind == "stream",
+    }
 
 
 class GoodClient:

@@ -40,8 +40,9 @@ def latency(soak: Soak, axes: Axes) -> None:
     axes.semilogy(minutes, [1e3 * reply.last for reply in soak.loud], ".", markersize=1, alpha=0.4, label="a reply")
     axes.semilogy(
         [(number + 0.5) * BLOCK / 60 for number in blocks],
-        [1e3 * percentile(values, 0.99) for values in blocks.values()], label="p99 of half a minute",
-    )  # fmt: skip
+        [1e3 * percentile(values, 0.99) for values in blocks.values()],
+        label="p99 of half a minute",
+    )
     quiet = 1e3 * soak.p99(soak.quiet)
     axes.axhline(quiet, color="grey", linestyle=":", label="quiet p99")
     axes.axhline(5 * quiet, color="black", linestyle="--", label="5 x quiet p99")

@@ -87,11 +87,15 @@ class Sampler(threading.Thread):
                 memory = {process.pid: size for process, size in process_memory(self._server)}
                 self.samples.append(
                     Sample(
-                        time.monotonic(), memory[self._server.process.pid], memory[self._engine.pid],
-                        sum(memory.values()), *(metric(text, f"num_requests_{name}") for name in GAUGES), stalls(text),
+                        time.monotonic(),
+                        memory[self._server.process.pid],
+                        memory[self._engine.pid],
+                        sum(memory.values()),
+                        *(metric(text, f"num_requests_{name}") for name in GAUGES),
+                        stalls(text),
                         self._metronome.worst(),
                     )
-                )  # fmt: skip
+                )
 
     def stop(self) -> None:
         """End it."""
@@ -132,11 +136,17 @@ def processor_seconds(server: Server) -> Counter[str]:
     engine = server.engine().cpu_times()
     trials = [sum(child.cpu_times()[:4]) for child in server.engine().children()]  # with those of ended children
     machine = psutil.cpu_times()
-    return Counter({
-        "server": root.user + root.system, "engine": engine.user + engine.system, "grammar trials": sum(trials),
-        "good client": time.process_time(), "all": sum(machine[:3]) + sum(machine[5:7]),
-        "stolen": machine.steal, "seconds": time.monotonic(),
-    })  # fmt: skip
+    return Counter(
+        {
+            "server": root.user + root.system,
+            "engine": engine.user + engine.system,
+            "grammar trials": sum(trials),
+            "good client": time.process_time(),
+            "all": sum(machine[:3]) + sum(machine[5:7]),
+            "stolen": machine.steal,
+            "seconds": time.monotonic(),
+        }
+    )
 
 
 def shares(before: Counter[str], after: Counter[str], hostile: float) -> dict[str, float]:
@@ -342,9 +352,12 @@ def table(soak: Soak) -> list[str]:
     )
     memory = [sample.total_memory / MIB for sample in soak.samples]
     lines += [
-        "", f"memory of all processes: {max(memory):.0f} MiB at most, {percentile(memory, 0.5):.0f} median",
-        *(f"memory {when}, MiB: " + ", ".join(f"{name} {size >> 20}" for name, size in sizes.items())
-          for when, sizes in soak.memory.items()),
+        "",
+        f"memory of all processes: {max(memory):.0f} MiB at most, {percentile(memory, 0.5):.0f} median",
+        *(
+            f"memory {when}, MiB: " + ", ".join(f"{name} {size >> 20}" for name, size in sizes.items())
+            for when, sizes in soak.memory.items()
+        ),
         f"requests at most: {max(s.running for s in soak.samples):g} running, "
         f"{max(s.waiting for s in soak.samples):g} waiting",
         f"event loop: {soak.samples[-1].stalls - soak.samples[0].stalls:g} stalls above {STALL} s; "
@@ -354,7 +367,7 @@ def table(soak: Soak) -> list[str]:
         "answers: " + counts(soak.answers()),
         *(f"stall: {line}" for line in soak.stalls[:20]),
         *(f"BROKEN: {problem}" for problem in soak.broken[:50] + soak.too_slow),
-    ]  # fmt: skip
+    ]
     return lines
 
 
@@ -367,12 +380,19 @@ def summary(soak: Soak, seconds: float) -> dict[str, Any]:
     """The figures for a machine to read."""
     quiet, loud = soak.p99(soak.quiet), soak.p99(soak.loud)
     return {
-        "seconds": seconds, "good_replies": len(soak.loud), "quiet_p99_s": round(quiet, 4), "p99_s": round(loud, 4),
-        "p99_ratio": round(loud / quiet, 2), "memory_bytes": soak.memory,
-        "memory_most_mib": max(sample.total_memory for sample in soak.samples) >> 20, "processors": soak.processors,
-        "stalls": soak.samples[-1].stalls - soak.samples[0].stalls, "attacks": len(soak.attacks),
-        "answers": dict(soak.answers()), "broken": soak.broken + soak.too_slow,
-    }  # fmt: skip
+        "seconds": seconds,
+        "good_replies": len(soak.loud),
+        "quiet_p99_s": round(quiet, 4),
+        "p99_s": round(loud, 4),
+        "p99_ratio": round(loud / quiet, 2),
+        "memory_bytes": soak.memory,
+        "memory_most_mib": max(sample.total_memory for sample in soak.samples) >> 20,
+        "processors": soak.processors,
+        "stalls": soak.samples[-1].stalls - soak.samples[0].stalls,
+        "attacks": len(soak.attacks),
+        "answers": dict(soak.answers()),
+        "broken": soak.broken + soak.too_slow,
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:

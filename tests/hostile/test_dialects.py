@@ -51,8 +51,10 @@ def test_grammars_of_sglang(scene: Scene) -> None:
     answers = scene.under(dialects.sglang_grammars)
     assert set(statuses(answers)) == {400}
     assert {answer.field for answer in answers} <= {
-        "sampling_params.regex", "sampling_params.ebnf", "sampling_params.json_schema",
-    }  # fmt: skip
+        "sampling_params.regex",
+        "sampling_params.ebnf",
+        "sampling_params.json_schema",
+    }
 
 
 def test_drafts(scene: Scene) -> None:

@@ -34,9 +34,7 @@ def server() -> Iterator[Server]:
 
 
 def attacker(server: Server) -> httpx.Client:
-    return httpx.Client(
-        base_url=server.url, timeout=SECONDS, transport=httpx.HTTPTransport(local_address=ATTACKER)
-    )  # fmt: skip
+    return httpx.Client(base_url=server.url, timeout=SECONDS, transport=httpx.HTTPTransport(local_address=ATTACKER))
 
 
 def answered(server: Server, request: dict[str, Any]) -> list[Any]:
@@ -149,8 +147,10 @@ def test_other_clients_get_the_same_bits_during_attacks(attack: Any) -> None:
         bystander.seconds.clear()
         assert asyncio.run(bystander.run_during([partial(attack, source=ATTACKER)], 15.0)) >= 3
         loud = sorted(bystander.seconds)
-        print(f"quiet median {quiet[len(quiet) // 2]:.3f} s, worst {quiet[-1]:.3f} s; beside the attack {len(loud)} "
-              f"requests, median {loud[len(loud) // 2]:.3f} s, worst {loud[-1]:.3f} s; "
-              f"memory {(resident(server) - before) / MIB:+.0f} MiB")  # fmt: skip
+        print(
+            f"quiet median {quiet[len(quiet) // 2]:.3f} s, worst {quiet[-1]:.3f} s; beside the attack {len(loud)} "
+            f"requests, median {loud[len(loud) // 2]:.3f} s, worst {loud[-1]:.3f} s; "
+            f"memory {(resident(server) - before) / MIB:+.0f} MiB"
+        )
         server.wait_idle()
         assert resident(server) < before + 150 * MIB

@@ -50,8 +50,11 @@ def test_what_fails_with_its_second_token_is_refused_by_name(server: Server, for
 
 def test_response_format_is_named_where_it_was_used(server: Server) -> None:
     schema = {"name": "n", "schema": HOPELESS[0]["json"]}
-    request = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4,
-               "response_format": {"type": "json_schema", "json_schema": schema}}  # fmt: skip
+    request = {
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 4,
+        "response_format": {"type": "json_schema", "json_schema": schema},
+    }
     answer = server.post("/v1/chat/completions", request)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "response_format", answer.text
 

@@ -68,9 +68,16 @@ def one_row(spec: KVSpec, layer: int = 0) -> ForwardBatch:
 @pytest.mark.parametrize(("qkv_bias", "out_bias"), [(False, False), (True, False), (True, True)])
 def test_block_equals_its_formula(window: int, qk_norm: bool, qkv_bias: bool, out_bias: bool) -> None:
     spec = AttentionSpec(
-        HEADS, KV_HEADS, DIM, DIM**-0.5, ROPE, window,
-        qk_norm=NormSpec(0.1) if qk_norm else None, qkv_bias=qkv_bias, out_bias=out_bias,
-    )  # fmt: skip
+        HEADS,
+        KV_HEADS,
+        DIM,
+        DIM**-0.5,
+        ROPE,
+        window,
+        qk_norm=NormSpec(0.1) if qk_norm else None,
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+    )
     block = Attention(HIDDEN, spec, LayerOptions(torch.float32))
     assert block.kv_spec() == KVSpec(KV_HEADS, DIM, "float32", window)
     generator = torch.Generator().manual_seed(0)

@@ -42,9 +42,13 @@ def test_parameters_have_name_shape_and_load() -> None:
     layer = Linear(8, SHARDS, LayerOptions(torch.float32), bias=True)
     parameters = layer.parameters()
     assert {name: parameter.shape for name, parameter in parameters.items()} == {
-        "q_proj.weight": (6, 8), "q_proj.bias": (6,), "k_proj.weight": (2, 8), "k_proj.bias": (2,),
-        "v_proj.weight": (4, 8), "v_proj.bias": (4,),
-    }  # fmt: skip
+        "q_proj.weight": (6, 8),
+        "q_proj.bias": (6,),
+        "k_proj.weight": (2, 8),
+        "k_proj.bias": (2,),
+        "v_proj.weight": (4, 8),
+        "v_proj.bias": (4,),
+    }
     weights = {name: torch.randn(parameter.shape) for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
         parameter.load(weights[name])

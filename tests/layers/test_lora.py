@@ -41,8 +41,10 @@ def low_rank(inputs: int, outputs: int, rank: int = 3) -> LowRank:
 def test_each_shard_has_what_its_adapter_adds() -> None:
     layer = with_slots(Linear(8, SHARDS, LayerOptions(torch.float32)))
     weight = filled(layer)
-    added = {slot: {name: low_rank(8, size) for name, size in SHARDS.items() if name != left_out}
-             for slot, left_out in ((0, "k_proj"), (2, ""))}  # fmt: skip
+    added = {
+        slot: {name: low_rank(8, size) for name, size in SHARDS.items() if name != left_out}
+        for slot, left_out in ((0, "k_proj"), (2, ""))
+    }
     for slot, parts in added.items():
         for name in SHARDS:
             place(layer, slot, name, parts.get(name))

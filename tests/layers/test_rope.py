@@ -29,7 +29,10 @@ SCALED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "yarn-smooth": (
         {"factor": 16.0, "original": 700, "beta_fast": 20.0, "beta_slow": 2.5, "truncate": False},
         {
-            "factor": 16.0, "original_max_position_embeddings": 700, "beta_fast": 20.0, "beta_slow": 2.5,
+            "factor": 16.0,
+            "original_max_position_embeddings": 700,
+            "beta_fast": 20.0,
+            "beta_slow": 2.5,
             "truncate": False,
         },
     ),
@@ -46,7 +49,7 @@ SCALED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"factor": 40.0, "original_max_position_embeddings": 512, "mscale": 0.7},
     ),
     "yarn-no-stretch": ({"factor": 1.0, "original": 512}, {"factor": 1.0, "original_max_position_embeddings": 512}),
-}  # fmt: skip
+}
 
 
 def table_of(frequencies: torch.Tensor, scale: float, positions: int) -> torch.Tensor:
@@ -106,12 +109,19 @@ def test_longrope_stretches_by_the_long_factors_beyond_the_original_length() -> 
     short, long = (tuple(first + i / 8 for i in range(32)) for first in (1.0, 3.0))
     spec = RopeSpec(64, THETA, kind="longrope", factor=4.0, original=256, short=short, long=long)
     rope = {
-        "rope_type": "longrope", "rope_theta": THETA, "factor": 4.0, "original_max_position_embeddings": 256,
-        "short_factor": list(short), "long_factor": list(long),
-    }  # fmt: skip
+        "rope_type": "longrope",
+        "rope_theta": THETA,
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+        "short_factor": list(short),
+        "long_factor": list(long),
+    }
     config = LlamaConfig(
-        hidden_size=512, num_attention_heads=8, max_position_embeddings=1024, rope_parameters=rope,
-    )  # fmt: skip
+        hidden_size=512,
+        num_attention_heads=8,
+        max_position_embeddings=1024,
+        rope_parameters=rope,
+    )
     for positions in (255, 256, 257, 1024):
         frequencies, scale = ROPE_INIT_FUNCTIONS["longrope"](config, seq_len=positions)
         assert_same(rope_table(spec, positions), table_of(frequencies, scale, positions))

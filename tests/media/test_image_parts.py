@@ -228,11 +228,13 @@ def test_a_model_without_images_names_the_part(template: ChatTemplate) -> None:
         ({"content": f"an {PAD}"}, "messages[0].content"),
         ({"content": ["a", f"{PAD}"]}, "messages[0].content[1].text"),
         ({"content": "a", "name": PAD}, "messages[0].name"),
-        ({"content": "a", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\\u003c|image|>"}'}}]},
-         "messages[0].tool_calls[0].function.arguments.a"),
+        (
+            {"content": "a", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\\u003c|image|>"}'}}]},
+            "messages[0].tool_calls[0].function.arguments.a",
+        ),
         ({"content": ["<|im", "age|>"]}, "messages"),
     ],
-)  # fmt: skip
+)
 def test_a_text_that_spells_the_placeholder_is_no_image(
     template: ChatTemplate, message: dict[str, Any], field: str
 ) -> None:
@@ -273,6 +275,7 @@ def test_images_of_responses_and_of_messages_keep_their_paths(template: ChatTemp
     turns.add("messages[0]", {"role": "user", "content": [result, block, {"type": "text", "text": "a"}]})
     text, images = rendered(template, *turns.messages())
     assert [image.field for image in images] == [
-        "messages[0].content[0].content[0].source.data", "messages[0].content[1].source.data",
-    ]  # fmt: skip
+        "messages[0].content[0].content[0].source.data",
+        "messages[0].content[1].source.data",
+    ]
     assert text == "<|im_start|>tool:<|image|>x<|im_end|><|im_start|>user:<|image|>a<|im_end|>"

@@ -57,11 +57,20 @@ def test_only_base64_is_read_from_the_head_of_a_data_url() -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "data:image/png,abcd", "data:image/png;base64", "data:", "data:image/png;base64,", "data:;base64,abc",
-        "data:;base64,ab=c", "data:;base64,abc\n", "data:;base64,****", "data:;base64,YWJjéYWI", "data:;base64,====",
-        "data:" + "x" * 300 + ";base64,YWJj", "data:;base64,YQ==" + "YQ==" * PIECE,
+        "data:image/png,abcd",
+        "data:image/png;base64",
+        "data:",
+        "data:image/png;base64,",
+        "data:;base64,abc",
+        "data:;base64,ab=c",
+        "data:;base64,abc\n",
+        "data:;base64,****",
+        "data:;base64,YWJjéYWI",
+        "data:;base64,====",
+        "data:" + "x" * 300 + ";base64,YWJj",
+        "data:;base64,YQ==" + "YQ==" * PIECE,
     ],
-)  # fmt: skip
+)
 def test_a_broken_data_url_is_refused(url: str) -> None:
     assert refusal(MediaConfig(), url).status == 400
 

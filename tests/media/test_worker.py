@@ -27,10 +27,14 @@ from tokserve.features.images.vision import decode_image, image_format, image_gr
 from tokserve.protocol.images import Grid
 
 PROCESSOR = {
-    "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 8, "temporal_patch_size": 2, "merge_size": 2,
-    "image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28],
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "patch_size": 8,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.48, 0.46, 0.41],
+    "image_std": [0.27, 0.26, 0.28],
     "size": {"shortest_edge": 256, "longest_edge": 16384},
-}  # fmt: skip
+}
 
 
 def picture(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
@@ -88,10 +92,15 @@ def test_modes_and_orientation(reader: ImageReader) -> None:
     turned = Image.Exif()
     turned[0x0112] = 6  # to be rotated by 90 degrees
     prepared = read(
-        reader, file_of(gray), file_of(gray.convert("RGB")),
-        file_of(clear), file_of(Image.new("RGB", rgb.size, "white")),
-        file_of(rgb.transpose(Image.Transpose.ROTATE_90), exif=turned), file_of(rgb), file_of(rgb.convert("P"), "GIF"),
-    )  # fmt: skip
+        reader,
+        file_of(gray),
+        file_of(gray.convert("RGB")),
+        file_of(clear),
+        file_of(Image.new("RGB", rgb.size, "white")),
+        file_of(rgb.transpose(Image.Transpose.ROTATE_90), exif=turned),
+        file_of(rgb),
+        file_of(rgb.convert("P"), "GIF"),
+    )
     encoded = [image.encoded for image in prepared]
     assert encoded[0] == encoded[1] and encoded[2] == encoded[3] and encoded[4] == encoded[5] != encoded[6]
 
@@ -115,16 +124,20 @@ def _png_header(width: int, height: int) -> bytes:
     )
 
 
-@pytest.mark.parametrize(("content", "words", "code"), [
-    (b"GIF89a", "must be an image", "image_unreadable"), (b"hello", "must be an image", "image_unreadable"),
-    (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "must be an image", "image_unreadable"),
-    (b"%PDF-1.4", "must be an image", "image_unreadable"),
-    (b"%!PS-Adobe-3.0 EPSF", "must be an image", "image_unreadable"),
-    (_png_header(30000, 30000), "--max-image-pixels", "image_too_large"),
-    (_png_header(900, 1000), "cannot be decoded", "image_unreadable"),
-    (_png_header(2000, 1), "ratio", "image_unreadable"),
-    (file_of(picture(40, 32))[:300], "cannot be decoded", "image_unreadable"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "words", "code"),
+    [
+        (b"GIF89a", "must be an image", "image_unreadable"),
+        (b"hello", "must be an image", "image_unreadable"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "must be an image", "image_unreadable"),
+        (b"%PDF-1.4", "must be an image", "image_unreadable"),
+        (b"%!PS-Adobe-3.0 EPSF", "must be an image", "image_unreadable"),
+        (_png_header(30000, 30000), "--max-image-pixels", "image_too_large"),
+        (_png_header(900, 1000), "cannot be decoded", "image_unreadable"),
+        (_png_header(2000, 1), "ratio", "image_unreadable"),
+        (file_of(picture(40, 32))[:300], "cannot be decoded", "image_unreadable"),
+    ],
+)
 def test_files_that_are_no_images_are_refused(reader: ImageReader, content: bytes, words: str, code: str) -> None:
     good = file_of(picture(40, 32))
     with pytest.raises(RequestError, match=words) as caught:

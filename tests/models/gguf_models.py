@@ -16,9 +16,11 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 VOCAB, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, DIM, CONTEXT = 300, 256, 512, 2, 4, 2, 64, 256
 CLASSES = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM"), "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"), "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
-}  # fmt: skip
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+}
 HALVES = {
     "Q2_K": (80, 82),
     "Q3_K": (108,),
@@ -35,10 +37,15 @@ def model(architecture: str) -> Any:
     """A small model with random weights, whose outputs are not flat."""
     config_class, model_class = (getattr(transformers, name) for name in CLASSES[architecture])
     sizes = {
-        "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "max_position_embeddings": CONTEXT,
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": CONTEXT,
         "tie_word_embeddings": architecture != "llama",
-    }  # fmt: skip
+    }
     if architecture != "qwen2":
         sizes["head_dim"] = DIM
     if architecture == "gemma3":

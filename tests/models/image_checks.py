@@ -29,10 +29,18 @@ def kind_of(directory: Path) -> ImageFormat:
 
 
 def loaded(directory: Path, dtype: str, threads: int) -> tuple[Runner, DeviceFacts]:
-    return load(Config.make(
-        model=str(directory), dtype=dtype, device="cpu", max_model_len=256, max_num_seqs=8, block_size=16,
-        cpu_threads=threads, max_logprobs=-1,
-    ))  # fmt: skip
+    return load(
+        Config.make(
+            model=str(directory),
+            dtype=dtype,
+            device="cpu",
+            max_model_len=256,
+            max_num_seqs=8,
+            block_size=16,
+            cpu_threads=threads,
+            max_logprobs=-1,
+        )
+    )
 
 
 def check_logprobs(directory: Path, prompts: Iterable[Parts]) -> None:

@@ -50,7 +50,7 @@ class Picture:
         patches = normalized(kind, self.pixels).reshape(shape)
         return patches.transpose(4, 0, 2, 5, 1, 3, 6).reshape(
             kind.channels, self.grid.h * kind.size, self.grid.w * kind.size
-        )  # fmt: skip
+        )
 
     def feature(self, start: int, *, raw: bool = False) -> Feature:
         content = self.pixels if raw else normalized(self.kind, self.pixels)
@@ -104,14 +104,21 @@ def oracle_logits(model: Any, ids: list[int], pictures: list[Picture]) -> Tensor
 MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 TOOLS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "</think>")  # renderers wants them
 PROCESSOR = {
-    "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 8, "temporal_patch_size": 2, "merge_size": 2,
-    "image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28],
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "patch_size": 8,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.48, 0.46, 0.41],
+    "image_std": [0.27, 0.26, 0.28],
     "size": {"shortest_edge": 256, "longest_edge": 16384},
-}  # fmt: skip
+}
 GEMMA_PROCESSOR = {
-    "image_processor_type": "Gemma3ImageProcessor", "size": {"height": 32, "width": 32},
-    "image_mean": [0.5, 0.4, 0.5], "image_std": [0.5, 0.5, 0.6], "do_pan_and_scan": None,
-}  # fmt: skip
+    "image_processor_type": "Gemma3ImageProcessor",
+    "size": {"height": 32, "width": 32},
+    "image_mean": [0.5, 0.4, 0.5],
+    "image_std": [0.5, 0.5, 0.6],
+    "do_pan_and_scan": None,
+}
 QWEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 TEXT_PART = "{%- for part in message.content if part.type == 'text' %}\n            {{- part.text }}"
 EITHER_PART = (

@@ -10,35 +10,72 @@ from tests.tiny_models import tiny_config
 
 HEAD_DIMS = (4, 6, 8, 20, 40, 80, 96, 192, 320)
 SIZES: dict[str, tuple[Any, ...]] = {
-    "vocab_size": (33, 97, 128, 255, 320), "intermediate_size": (7, 16, 31, 64), "num_hidden_layers": (1, 2, 3, 5),
-    "rms_norm_eps": (1e-6, 1e-3), "max_position_embeddings": (512, 600),
-}  # fmt: skip
+    "vocab_size": (33, 97, 128, 255, 320),
+    "intermediate_size": (7, 16, 31, 64),
+    "num_hidden_layers": (1, 2, 3, 5),
+    "rms_norm_eps": (1e-6, 1e-3),
+    "max_position_embeddings": (512, 600),
+}
 ADDED: dict[str, tuple[Any, ...]] = {  # also to configs of families that do not read them
-    "tie_word_embeddings": (True, False), "attention_bias": (True, False), "mlp_bias": (True, False),
-    "use_sliding_window": (True, False), "sliding_window": (1, 2, 3, 16, 24, 600), "max_window_layers": (0, 1, 28),
-    "sliding_window_pattern": (1, 2, 3), "decoder_sparse_step": (1, 2), "mlp_only_layers": ([], [0], [1, 2], None),
-    "rope_interleave": (True, False), "norm_topk_prob": (True, False), "use_qk_norm": (False,),
-}  # fmt: skip
+    "tie_word_embeddings": (True, False),
+    "attention_bias": (True, False),
+    "mlp_bias": (True, False),
+    "use_sliding_window": (True, False),
+    "sliding_window": (1, 2, 3, 16, 24, 600),
+    "max_window_layers": (0, 1, 28),
+    "sliding_window_pattern": (1, 2, 3),
+    "decoder_sparse_step": (1, 2),
+    "mlp_only_layers": ([], [0], [1, 2], None),
+    "rope_interleave": (True, False),
+    "norm_topk_prob": (True, False),
+    "use_qk_norm": (False,),
+}
 OPTIONAL: dict[str, tuple[Any, ...]] = {  # where the family's config has them
-    "use_bias": (True, False), "use_qk_norm": (True, False), "first_k_dense_replace": (0, 1, 9),
-    "n_shared_experts": (1, 2), "shared_expert_intermediate_size": (8, 40), "moe_intermediate_size": (8, 31),
-    "routed_scaling_factor": (0.7, 1.0, 2.5), "moe_num_shared_experts": (0, 1, 2), "num_dense_layers": (0, 1, 3),
-    "shared_intermediate_size": (16, 33), "attn_logit_softcapping": (None, 5.0), "query_pre_attn_scalar": (8, 256),
-    "final_logit_softcapping": (None, 3.0), "embedding_multiplier": (1.0, 12.0), "logits_scaling": (1.0, 8.0, 3.0),
-    "residual_multiplier": (0.2, 1.0), "logit_scale": (0.0625, 2.0), "conv_L_cache": (1, 2, 4),
-    "conv_bias": (True, False), "linear_num_key_heads": (1, 2),
-    "linear_key_head_dim": (8, 20), "linear_value_head_dim": (8, 24), "linear_conv_kernel_dim": (2, 4),
-    "scale_depth": (None, 1.4), "dim_model_base": (None, 16), "position_embedding_type": ("rope", "nope", None),
-    "layer_norm_eps": (1e-5, 1e-3), "block_auto_adjust_ff_dim": (True, False), "qk_nope_head_dim": (4, 12),
-    "qk_rope_head_dim": (4, 8, 16), "v_head_dim": (4, 20), "kv_lora_rank": (8, 18), "q_lora_rank": (None, 12),
-}  # fmt: skip
+    "use_bias": (True, False),
+    "use_qk_norm": (True, False),
+    "first_k_dense_replace": (0, 1, 9),
+    "n_shared_experts": (1, 2),
+    "shared_expert_intermediate_size": (8, 40),
+    "moe_intermediate_size": (8, 31),
+    "routed_scaling_factor": (0.7, 1.0, 2.5),
+    "moe_num_shared_experts": (0, 1, 2),
+    "num_dense_layers": (0, 1, 3),
+    "shared_intermediate_size": (16, 33),
+    "attn_logit_softcapping": (None, 5.0),
+    "query_pre_attn_scalar": (8, 256),
+    "final_logit_softcapping": (None, 3.0),
+    "embedding_multiplier": (1.0, 12.0),
+    "logits_scaling": (1.0, 8.0, 3.0),
+    "residual_multiplier": (0.2, 1.0),
+    "logit_scale": (0.0625, 2.0),
+    "conv_L_cache": (1, 2, 4),
+    "conv_bias": (True, False),
+    "linear_num_key_heads": (1, 2),
+    "linear_key_head_dim": (8, 20),
+    "linear_value_head_dim": (8, 24),
+    "linear_conv_kernel_dim": (2, 4),
+    "scale_depth": (None, 1.4),
+    "dim_model_base": (None, 16),
+    "position_embedding_type": ("rope", "nope", None),
+    "layer_norm_eps": (1e-5, 1e-3),
+    "block_auto_adjust_ff_dim": (True, False),
+    "qk_nope_head_dim": (4, 12),
+    "qk_rope_head_dim": (4, 8, 16),
+    "v_head_dim": (4, 20),
+    "kv_lora_rank": (8, 18),
+    "q_lora_rank": (None, 12),
+}
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu", "relu", "relu2")
 YARN: dict[str, tuple[Any, ...]] = {
-    "original_max_position_embeddings": (16, 32, 128), "beta_fast": (1, 16.0, 32), "beta_slow": (0.5, 1, 2.0),
-    "attention_factor": (0.5, 1.0), "mscale": (0, 0.7), "mscale_all_dim": (0, 1.0),
-}  # fmt: skip
+    "original_max_position_embeddings": (16, 32, 128),
+    "beta_fast": (1, 16.0, 32),
+    "beta_slow": (0.5, 1, 2.0),
+    "attention_factor": (0.5, 1.0),
+    "mscale": (0, 0.7),
+    "mscale_all_dim": (0, 1.0),
+}
 
 NEED_HEAD_DIM = ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "mixtral")  # transformers fails without it
 

@@ -25,11 +25,15 @@ SIZES = {
     f"model.layers.{layer}.{name}": size
     for layer in range(3)
     for name, size in {
-        "self_attn.q_proj": (HIDDEN, 64), "self_attn.k_proj": (HIDDEN, 32), "self_attn.v_proj": (HIDDEN, 32),
-        "self_attn.o_proj": (64, HIDDEN), "mlp.gate_proj": (HIDDEN, INNER), "mlp.up_proj": (HIDDEN, INNER),
+        "self_attn.q_proj": (HIDDEN, 64),
+        "self_attn.k_proj": (HIDDEN, 32),
+        "self_attn.v_proj": (HIDDEN, 32),
+        "self_attn.o_proj": (64, HIDDEN),
+        "mlp.gate_proj": (HIDDEN, INNER),
+        "mlp.up_proj": (HIDDEN, INNER),
         "mlp.down_proj": (INNER, HIDDEN),
     }.items()
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +64,15 @@ def test_all_linear_layers_are_read_with_their_scale(base: Path, tmp_path: Path)
 
 def test_some_layers_ranks_and_scales_of_their_own(base: Path, tmp_path: Path) -> None:
     directory = write_adapter(
-        tmp_path, base, rank=4, alpha=8, targets=["q_proj", "down_proj"], use_rslora=True,
-        rank_pattern={"down_proj": 9}, alpha_pattern={"layers.1.self_attn.q_proj": 2.0, "proj": 1.0, "n.q_proj": 1.0},
-    )  # fmt: skip
+        tmp_path,
+        base,
+        rank=4,
+        alpha=8,
+        targets=["q_proj", "down_proj"],
+        use_rslora=True,
+        rank_pattern={"down_proj": 9},
+        alpha_pattern={"layers.1.self_attn.q_proj": 2.0, "proj": 1.0, "n.q_proj": 1.0},
+    )
     actual = read(directory)
     assert {name.rpartition(".")[2] for name in actual} == {"q_proj", "down_proj"}
     assert actual["model.layers.0.mlp.down_proj"].down.shape == (9, INNER)
@@ -125,14 +135,24 @@ def test_unsupported_adapter_options_are_refused(
         ({f"{KEY}.lora_B.weight": torch.ones(160, 4).int()}, f"unsupported dtype: {KEY}.lora_B.weight (I32)"),
         ({f"{KEY}.lora_B.weight": None}, f"missing: {LAYER}.lora_B"),
         ({f"{KEY}.lora_B.default.weight": torch.ones(160, 4)}, "twice"),
-        ({"base_model.model.lm_head.lora_A.weight": torch.ones(4, 64),
-          "base_model.model.lm_head.lora_B.weight": torch.ones(320, 4)}, "lm_head"),
-        ({"base_model.model.model.layers.7.mlp.up_proj.lora_A.weight": torch.ones(4, 64),
-          "base_model.model.model.layers.7.mlp.up_proj.lora_B.weight": torch.ones(160, 4)}, "layers.7.mlp.up_proj"),
+        (
+            {
+                "base_model.model.lm_head.lora_A.weight": torch.ones(4, 64),
+                "base_model.model.lm_head.lora_B.weight": torch.ones(320, 4),
+            },
+            "lm_head",
+        ),
+        (
+            {
+                "base_model.model.model.layers.7.mlp.up_proj.lora_A.weight": torch.ones(4, 64),
+                "base_model.model.model.layers.7.mlp.up_proj.lora_B.weight": torch.ones(160, 4),
+            },
+            "layers.7.mlp.up_proj",
+        ),
         ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 64)}, "lora_embedding_A"),
         ({f"{KEY}.lora_magnitude_vector": torch.ones(160)}, "lora_magnitude_vector"),
     ],
-)  # fmt: skip
+)
 def test_tensors_that_do_not_fit_are_named(base: Path, tmp_path: Path, tensors: dict[str, Any], words: str) -> None:
     assert words in refusal(write_adapter(tmp_path, base, rank=4, tensors=tensors))
 

@@ -24,9 +24,19 @@ from tokserve.models.weights import load_into
 from tokserve.protocol.kv_spec import KVSpec
 
 SLOW = {  # families whose parts are those of others
-    "olmoe", "flex_olmo", "granitemoe", "granitemoeshared", "ernie4_5_moe", "dots1", "minimax_m2", "hunyuan_v1_moe",
-    "deepseek_v2", "glm4_moe_lite", "minicpm3", "youtu",
-}  # fmt: skip
+    "olmoe",
+    "flex_olmo",
+    "granitemoe",
+    "granitemoeshared",
+    "ernie4_5_moe",
+    "dots1",
+    "minimax_m2",
+    "hunyuan_v1_moe",
+    "deepseek_v2",
+    "glm4_moe_lite",
+    "minicpm3",
+    "youtu",
+}
 EVERY = [pytest.param(family, marks=pytest.mark.slow) if family in SLOW else family for family in FAMILIES]
 PROJECTIONS = ("self_attn.qkv", "self_attn.out", "mlp.gate_up", "mlp.down")
 

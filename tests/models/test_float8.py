@@ -33,10 +33,12 @@ def compressed(strategy: str, **changes: Any) -> dict[str, Any]:
     if strategy == "block":
         kind["block_structure"] = list(BLOCK)
     return {
-        "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": kind, "input_activations": {"num_bits": 8}}},
         "kv_cache_scheme": {"num_bits": 8, "type": "float"},
-    }  # fmt: skip
+    }
 
 
 def scales(weight: Tensor, kind: str) -> Tensor:

@@ -62,9 +62,11 @@ def test_rows_are_divided_where_images_begin_and_end() -> None:
 def test_tensors_have_the_names_of_released_checkpoints(older: bool, tmp_path: Path) -> None:
     config = tiny_gemma_vision_config()
     names = {
-        "vision_tower.encoder.layers.0.self_attn.q_proj.weight", "vision_tower.embeddings.patch_embedding.bias",
-        "multi_modal_projector.mm_soft_emb_norm.weight", "language_model.model.layers.0.mlp.up_proj.weight",
-    }  # fmt: skip
+        "vision_tower.encoder.layers.0.self_attn.q_proj.weight",
+        "vision_tower.embeddings.patch_embedding.bias",
+        "multi_modal_projector.mm_soft_emb_norm.weight",
+        "language_model.model.layers.0.mlp.up_proj.weight",
+    }
     file = write_checkpoint(tmp_path, config) / "model.safetensors"
     tensors = load_file(file)
     assert names <= tensors.keys()
@@ -97,18 +99,33 @@ def loaded_weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 RELEASED: dict[str, Any] = {  # of 4 billion parameters, as released: the rest is assumed
-    "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
-    "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "initializer_range": 0.02,
+    "mm_tokens_per_image": 256,
     "model_type": "gemma3",
     "text_config": {
-        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
     },
     "vision_config": {
-        "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "model_type": "siglip_vision_model",
-        "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
+        "hidden_size": 1152,
+        "image_size": 896,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+        "vision_use_head": False,
     },
-}  # fmt: skip
+}
 
 
 def test_a_released_config_is_read(tmp_path: Path) -> None:
@@ -127,18 +144,28 @@ def test_a_released_config_is_read(tmp_path: Path) -> None:
     assert without.vision is None and without.blocks == spec.blocks
 
 
-@pytest.mark.parametrize(("changes", "name"), [
-    ({"num_attention_heads": 5}, "num_attention_heads"), ({"image_size": 36}, "mm_tokens_per_image"),
-    ({"hidden_act": "tanh"}, "hidden_act"), ({"patch_size": 0}, "patch_size"), ({"image_size": 3}, "mm_tokens_per"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"num_attention_heads": 5}, "num_attention_heads"),
+        ({"image_size": 36}, "mm_tokens_per_image"),
+        ({"hidden_act": "tanh"}, "hidden_act"),
+        ({"patch_size": 0}, "patch_size"),
+        ({"image_size": 3}, "mm_tokens_per"),
+    ],
+)
 def test_towers_that_cannot_be_built_are_refused(changes: dict[str, Any], name: str) -> None:
     with pytest.raises(StartError, match=name):
         decoder_spec(checkpoint.flat(tiny_gemma_vision_config(**changes)))
 
 
-@pytest.mark.parametrize(("processor", "name"), [
-    ({"do_pan_and_scan": True}, "do_pan_and_scan"), ({"size": {"height": 64, "width": 64}}, "size must be 32 by 32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("processor", "name"),
+    [
+        ({"do_pan_and_scan": True}, "do_pan_and_scan"),
+        ({"size": {"height": 64, "width": 64}}, "size must be 32 by 32"),
+    ],
+)
 def test_unsupported_processors_are_refused(processor: dict[str, object], name: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_gemma_vision_config())
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))

@@ -26,8 +26,24 @@ from tokserve.ops import PackedWna16
 from tokserve.text.tokenizer import Tokenizer
 
 IDS = random_ids(90, gguf_models.VOCAB, seed=3)
-KINDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
-         "F16", "BF16", "F32"]  # fmt: skip
+KINDS = [
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+    "MXFP4",
+    "F16",
+    "BF16",
+    "F32",
+]
 
 
 def opened(path: Path, **options: Any) -> Decoder:
@@ -131,9 +147,13 @@ def test_pieces_of_spaces_in_gemma_s_files_keep_their_ids() -> None:
     tokens = ["<unk>", "<bos>", "  ", "    ", "\u2581", "\u2581a", "a", "\n", "\n\n"]
     kinds = [2, 3, 4, 4, 1, 1, 1, 4, 4]
     metadata = {
-        "general.architecture": "gemma3", "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.unknown_token_id": 0,
-    }  # fmt: skip
+        "general.architecture": "gemma3",
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
     converted, _ = gguf_tokenizer.convert(GgufHeader((), metadata, {}))
     backend = tokenizers.Tokenizer.from_str(converted)
     assert backend.get_vocab_size() == len(tokens)
@@ -191,16 +211,24 @@ def test_a_policy_refuses_a_quantized_file(tmp_path: Path) -> None:
 def byte_level(**more: Any) -> GgufHeader:
     """The header of a vocabulary of letters."""
     metadata = {
-        "general.architecture": "llama", "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b", "</s>"],
-        "tokenizer.ggml.merges": [], "tokenizer.ggml.token_type": [1, 1, 3], "tokenizer.ggml.eos_token_id": 2,
-    } | more  # fmt: skip
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": ["a", "b", "</s>"],
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.token_type": [1, 1, 3],
+        "tokenizer.ggml.eos_token_id": 2,
+    } | more
     return GgufHeader((Path("m.gguf"),), metadata, {})
 
 
 def test_named_templates_are_read(tmp_path: Path) -> None:
     """serving-faults F10"""
-    named = {"tokenizer.chat_template": "{{ messages[0].content }}", "tokenizer.chat_template.tool_use": "T{{ tools }}",
-             "tokenizer.chat_templates": ["tool_use"], "tokenizer.ggml.pre": "gpt-2"}  # fmt: skip
+    named = {
+        "tokenizer.chat_template": "{{ messages[0].content }}",
+        "tokenizer.chat_template.tool_use": "T{{ tools }}",
+        "tokenizer.chat_templates": ["tool_use"],
+        "tokenizer.ggml.pre": "gpt-2",
+    }
     text, settings = gguf_tokenizer.convert(byte_level(**named))
     (tmp_path / "tokenizer.json").write_text(text)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -25,8 +25,24 @@ from tokserve.families.gguf.header import GgufHeader, read_header, read_headers
 from tokserve.models.registry import decoder_spec
 
 VALUES: list[Any] = [
-    None, -1, 0, 1, 2**31, 2**63, -(2**63), 10**9, 1.5, float("nan"), float("inf"), "x", "", [], [1, 2], ["a"], True,
-]  # fmt: skip
+    None,
+    -1,
+    0,
+    1,
+    2**31,
+    2**63,
+    -(2**63),
+    10**9,
+    1.5,
+    float("nan"),
+    float("inf"),
+    "x",
+    "",
+    [],
+    [1, 2],
+    ["a"],
+    True,
+]
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:

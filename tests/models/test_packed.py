@@ -27,9 +27,13 @@ from tokserve.ops import PackedWna16
 HF = tiny_config("qwen3", hidden_size=96, intermediate_size=192, head_dim=24)
 MIXTURE = tiny_config("qwen3_moe", hidden_size=96, moe_intermediate_size=64, intermediate_size=192)
 HYBRID = tiny_config(
-    "qwen3_next", hidden_size=96, intermediate_size=192, head_dim=24, moe_intermediate_size=48,
+    "qwen3_next",
+    hidden_size=96,
+    intermediate_size=192,
+    head_dim=24,
+    moe_intermediate_size=48,
     shared_expert_intermediate_size=96,
-)  # fmt: skip
+)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AutoAWQ's awq/utils/packing_utils.py
 Quantized = tuple[dict[str, Tensor], Tensor]  # parts by ending, and what they mean [N,K]
 
@@ -71,16 +75,18 @@ def gptq(weight: Tensor, bits: int, group: int, *, sym: bool, act: bool, version
     return {
         ".qweight": words(placed, bits).t().contiguous(),
         ".qzeros": words((zeros - (1 if version == 1 else 0)).t(), bits),
-        ".scales": scales.t().contiguous().half(), ".g_idx": g_idx,
-    }, dequantized  # fmt: skip
+        ".scales": scales.t().contiguous().half(),
+        ".g_idx": g_idx,
+    }, dequantized
 
 
 def awq(weight: Tensor, group: int) -> Quantized:
     codes, scales, zeros, groups = numbers(weight, 4, group, sym=False)
     return {
-        ".qweight": words(codes.t(), 4, AWQ_ORDER), ".qzeros": words(zeros.t(), 4, AWQ_ORDER),
+        ".qweight": words(codes.t(), 4, AWQ_ORDER),
+        ".qzeros": words(zeros.t(), 4, AWQ_ORDER),
         ".scales": scales.t().contiguous().half(),
-    }, (codes - zeros[:, groups]) * scales[:, groups]  # fmt: skip
+    }, (codes - zeros[:, groups]) * scales[:, groups]
 
 
 def compressed(weight: Tensor, bits: int, group: int, *, sym: bool, act: bool = False, ints: bool = False) -> Quantized:
@@ -113,9 +119,11 @@ def scheme(layout: str, bits: int, group: int, **extra: Any) -> dict[str, Any]:
     strategy = "channel" if group == -1 else "group"
     kind = {"num_bits": bits, "type": "int", "strategy": strategy, "group_size": None if group == -1 else group}
     return {
-        "quant_method": layout, "format": extra.get("format", "pack-quantized"), "ignore": ["lm_head"],
+        "quant_method": layout,
+        "format": extra.get("format", "pack-quantized"),
+        "ignore": ["lm_head"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": kind | {"symmetric": True}}},
-    }  # fmt: skip
+    }
 
 
 def write(directory: Path, entry: dict[str, Any], quantize: Callable[[Tensor], Quantized]) -> dict[str, Tensor]:

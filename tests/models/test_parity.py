@@ -26,9 +26,13 @@ transformers.utils.logging.disable_progress_bar()
 
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -96,24 +100,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
-    "short_factor": [1.0 + 0.1 * number for number in range(6)], "long_factor": [1.0 + number for number in range(6)],
-}  # fmt: skip
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0 + 0.1 * number for number in range(6)],
+    "long_factor": [1.0 + number for number in range(6)],
+}
 CASES |= {
     "gemma": ("gemma", {}),
     "gemma-biases": ("gemma", {"attention_bias": True, "tie_word_embeddings": False, "head_dim": 256}),
     "gemma2": ("gemma2", {}),
-    "gemma2-no-caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None,
-                                  "head_dim": 96, "query_pre_attn_scalar": 96}),
+    "gemma2-no-caps": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 96, "query_pre_attn_scalar": 96},
+    ),
     "gemma3-caps": ("gemma3_text", {"final_logit_softcapping": 7.0}),
     "phi3": ("phi3", {}),
     "phi3-window": ("phi3", {"sliding_window": 20, "num_key_value_heads": 1, "partial_rotary_factor": 1.0}),
     "phi3-longrope": (
-        "phi3", {"original_max_position_embeddings": 64, "rope_parameters": LONGROPE | {"partial_rotary_factor": 0.75}},
+        "phi3",
+        {"original_max_position_embeddings": 64, "rope_parameters": LONGROPE | {"partial_rotary_factor": 0.75}},
     ),
     "olmo2": ("olmo2", {}),
     "olmo2-odd": (
-        "olmo2", {"attention_bias": True, "num_key_value_heads": 1, "head_dim": 24, "intermediate_size": 157},
+        "olmo2",
+        {"attention_bias": True, "num_key_value_heads": 1, "head_dim": 24, "intermediate_size": 157},
     ),
     "olmo3": ("olmo3", {}),
     "olmo3-older": (
@@ -126,8 +137,13 @@ CASES |= {
     "smollm3": ("smollm3", {}),
     "smollm3-windows": (
         "smollm3",
-        {"use_sliding_window": True, "sliding_window": 20, "attention_bias": True, "mlp_bias": True,
-         "tie_word_embeddings": False},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+        },
     ),
     "smollm3-interval": ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2}),
     "glm": ("glm", {}),
@@ -151,15 +167,33 @@ CASES |= {
     ),
     "llama-odd-sizes": (
         "llama",
-        {"vocab_size": 323, "hidden_size": 48, "head_dim": 20, "num_key_value_heads": 1, "intermediate_size": 157,
-         "attention_bias": True, "hidden_act": "gelu", "rms_norm_eps": 1e-3},
+        {
+            "vocab_size": 323,
+            "hidden_size": 48,
+            "head_dim": 20,
+            "num_key_value_heads": 1,
+            "intermediate_size": 157,
+            "attention_bias": True,
+            "hidden_act": "gelu",
+            "rms_norm_eps": 1e-3,
+        },
     ),
     "qwen3-next": ("qwen3_next", {}),
     "qwen3-next-all-layers": (
         "qwen3_next",
-        {"layer_types": None, "full_attention_interval": 2, "num_hidden_layers": 4, "mlp_only_layers": [],
-         "decoder_sparse_step": 2, "norm_topk_prob": False, "attention_bias": True, "linear_conv_kernel_dim": 2,
-         "linear_num_value_heads": 2, "linear_value_head_dim": 40, "num_key_value_heads": 1},
+        {
+            "layer_types": None,
+            "full_attention_interval": 2,
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [],
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "linear_conv_kernel_dim": 2,
+            "linear_num_value_heads": 2,
+            "linear_value_head_dim": 40,
+            "num_key_value_heads": 1,
+        },
     ),
     "qwen3.5": ("qwen3_5_text", {}),
     "qwen3.5-tied": (
@@ -171,26 +205,35 @@ CASES |= {
     "lfm2-moe": ("lfm2_moe", {}),
     "lfm2-adjusted": (
         "lfm2",
-        {"block_auto_adjust_ff_dim": True, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.3, "conv_bias": False,
-         "conv_L_cache": 5, "tie_word_embeddings": False},
+        {
+            "block_auto_adjust_ff_dim": True,
+            "block_multiple_of": 32,
+            "block_ffn_dim_multiplier": 1.3,
+            "conv_bias": False,
+            "conv_L_cache": 5,
+            "tie_word_embeddings": False,
+        },
     ),
-}  # fmt: skip
+}
 CASES |= {
     "olmoe": ("olmoe", {}),
     "olmoe-plain": ("olmoe", {"norm_topk_prob": False, "attention_bias": True, "num_key_value_heads": 1}),
     "flex-olmo": ("flex_olmo", {}),
     "granite-moe": ("granitemoe", {}),
     "granite-moe-biases": (
-        "granitemoe", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
+        "granitemoe",
+        {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
     ),
     "granite-moe-shared": ("granitemoeshared", {}),
     "granite-moe-unshared": ("granitemoeshared", {"shared_intermediate_size": 0}),
     "granite4-experts": (
-        "granitemoehybrid", {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48},
+        "granitemoehybrid",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48},
     ),
     "ernie-moe": ("ernie4_5_moe", {}),
     "ernie-moe-interval": (
-        "ernie4_5_moe", {"moe_num_shared_experts": 0, "moe_layer_interval": 2, "moe_layer_start_index": 0},
+        "ernie4_5_moe",
+        {"moe_num_shared_experts": 0, "moe_layer_interval": 2, "moe_layer_start_index": 0},
     ),
     "dots1": ("dots1", {}),
     "dots1-windows": ("dots1", {"layer_types": None, "max_window_layers": 1, "n_group": 1, "attention_bias": True}),
@@ -201,31 +244,67 @@ CASES |= {
     "deepseek-v2": ("deepseek_v2", {}),
     "deepseek-v2-greedy": (
         "deepseek_v2",
-        {"q_lora_rank": 24, "topk_method": "greedy", "attention_bias": True, "mlp_bias": True,
-         "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.4}},
+        {
+            "q_lora_rank": 24,
+            "topk_method": "greedy",
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.4},
+        },
     ),
     "deepseek-v3": ("deepseek_v3", {}),
     "deepseek-v3-plain": (
         "deepseek_v3",
-        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "attention_bias": False, "rope_interleave": False,
-         "first_k_dense_replace": 0, "norm_topk_prob": False, "v_head_dim": 6, "kv_lora_rank": 18,
-         "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}, "num_attention_heads": 5,
-         "num_key_value_heads": 5},
+        {
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "attention_bias": False,
+            "rope_interleave": False,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "v_head_dim": 6,
+            "kv_lora_rank": 18,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+        },
     ),
-    "deepseek-v3-dense": ("deepseek_v3", {"first_k_dense_replace": 3, "num_attention_heads": 2,
-                                          "num_key_value_heads": 2, "qk_rope_head_dim": 34, "head_dim": 34}),
+    "deepseek-v3-dense": (
+        "deepseek_v3",
+        {
+            "first_k_dense_replace": 3,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "qk_rope_head_dim": 34,
+            "head_dim": 34,
+        },
+    ),
     "glm4-moe-lite": ("glm4_moe_lite", {}),
     "glm4-moe-lite-default": ("glm4_moe_lite", {"mlp_layer_types": None, "q_lora_rank": None}),
     "minicpm3": ("minicpm3", {}),
-    "minicpm3-plain": ("minicpm3", {"scale_depth": None, "dim_model_base": None, "v_head_dim": None,
-                                    "q_lora_rank": None, "mlp_bias": True}),
+    "minicpm3-plain": (
+        "minicpm3",
+        {"scale_depth": None, "dim_model_base": None, "v_head_dim": None, "q_lora_rank": None, "mlp_bias": True},
+    ),
     "youtu": ("youtu", {}),
-}  # fmt: skip
+}
 FAST = {  # of those that other families' cases cover less than half
-    "gemma2", "phi3-longrope", "olmo2-odd", "granite4-no-rope", "smollm3-windows", "glm4", "cohere2", "starcoder2",
-    "hunyuan-alpha", "llama-odd-sizes", "qwen3-next", "lfm2",
-    "deepseek-v3", "ernie-moe",
-}  # fmt: skip
+    "gemma2",
+    "phi3-longrope",
+    "olmo2-odd",
+    "granite4-no-rope",
+    "smollm3-windows",
+    "glm4",
+    "cohere2",
+    "starcoder2",
+    "hunyuan-alpha",
+    "llama-odd-sizes",
+    "qwen3-next",
+    "lfm2",
+    "deepseek-v3",
+    "ernie-moe",
+}
 FIRST = list(CASES).index("gemma")  # the cases before it are fast, too
 EVERY = [
     name if number < FIRST or name in FAST else pytest.param(name, marks=pytest.mark.slow)
@@ -367,9 +446,14 @@ def test_older_config_spelling(family: str, tmp_path: Path) -> None:
 
 def sharp_checkpoint(directory: Path, family: str) -> Path:
     sizes: dict[str, Any] = {
-        "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
-    }  # fmt: skip
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+    }
     if family == "deepseek_v3":  # without experts: the choice of another one is not a small difference
         sizes |= {"num_key_value_heads": 8, "head_dim": 16, "kv_lora_rank": 128, "q_lora_rank": 96}
         sizes |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "first_k_dense_replace": 4}
@@ -448,9 +532,12 @@ def test_a_qwen3_5_checkpoint_without_its_tower(tmp_path: Path) -> None:
     save_file(renamed | others, tmp_path / "whole" / "model.safetensors")
     inner = {name: value for name, value in hf.items() if name not in ("architectures", "tie_word_embeddings")}
     config = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "tie_word_embeddings": False,
-        "text_config": inner, "vision_config": None,
-    }  # fmt: skip
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "tie_word_embeddings": False,
+        "text_config": inner,
+        "vision_config": None,
+    }
     (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
     read = checkpoint.hf_config(tmp_path / "whole")
     assert read == hf | {"architectures": config["architectures"], "vision_config": None}

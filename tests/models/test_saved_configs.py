@@ -24,9 +24,15 @@ transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 33, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 33,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+}
 Edit = Callable[[dict[str, Any]], object]
 
 
@@ -51,14 +57,27 @@ CASES: dict[str, tuple[str, dict[str, Any], Edit]] = {
     "gemma3-capped-scores": ("gemma3_text", {"head_dim": 16, "attn_logit_softcapping": 2.0}, dict),
     "lfm2-moe-small-scores": (
         "lfm2_moe",
-        {"layer_types": ["conv", "full_attention"], "num_experts": 1, "num_experts_per_tok": 1, "num_dense_layers": 0,
-         "moe_intermediate_size": 24, "use_expert_bias": False, "block_auto_adjust_ff_dim": False},
+        {
+            "layer_types": ["conv", "full_attention"],
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+            "num_dense_layers": 0,
+            "moe_intermediate_size": 24,
+            "use_expert_bias": False,
+            "block_auto_adjust_ff_dim": False,
+        },
         dict,
     ),
     "lfm2-moe-activation": (
         "lfm2_moe",
-        {"layer_types": ["conv", "full_attention"], "num_experts": 3, "num_experts_per_tok": 2, "num_dense_layers": 1,
-         "moe_intermediate_size": 24, "hidden_act": "gelu_pytorch_tanh"},
+        {
+            "layer_types": ["conv", "full_attention"],
+            "num_experts": 3,
+            "num_experts_per_tok": 2,
+            "num_dense_layers": 1,
+            "moe_intermediate_size": 24,
+            "hidden_act": "gelu_pytorch_tanh",
+        },
         dict,
     ),
     "no-architectures": ("llama", {}, lambda config: config.pop("architectures")),
@@ -66,10 +85,12 @@ CASES: dict[str, tuple[str, dict[str, Any], Edit]] = {
     "older": ("mistral", {"head_dim": 16}, _older),
     "minimal": ("llama", {"num_key_value_heads": 4}, _minimal),
     "another-architecture-first": (
-        "llama", {}, lambda config: config.update(architectures=["StarForCausalLM", "LlamaForCausalLM"]),
+        "llama",
+        {},
+        lambda config: config.update(architectures=["StarForCausalLM", "LlamaForCausalLM"]),
     ),
     "infinity": ("llama", {}, lambda config: config.update(limits=[0.0, {"__float__": "Infinity"}])),
-}  # fmt: skip
+}
 
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -88,9 +109,13 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     edit(hf)
     (tmp_path / "config.json").write_text(json.dumps(hf))
     decoder = load(
-        tmp_path, with_architecture(checkpoint.hf_config(tmp_path)), dtype="float32", head_dtype="auto",
-        load_format="auto", seed=0,
-    )  # fmt: skip
+        tmp_path,
+        with_architecture(checkpoint.hf_config(tmp_path)),
+        dtype="float32",
+        head_dtype="auto",
+        load_format="auto",
+        seed=0,
+    )
     ids = random_ids(60, SIZES["vocab_size"])
     with torch.no_grad():
         expected = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -124,9 +149,14 @@ def test_random_configurations(family: str, seed: int, tmp_path: Path) -> None:
     hf = random_config(family, seed)
     reference = written(tmp_path, hf, seed)
     decoder = load(
-        tmp_path, checkpoint.hf_config(tmp_path), dtype="float32", head_dtype="auto", load_format="auto", seed=0,
+        tmp_path,
+        checkpoint.hf_config(tmp_path),
+        dtype="float32",
+        head_dtype="auto",
+        load_format="auto",
+        seed=0,
         max_model_len=128,
-    )  # fmt: skip
+    )
     ids, driver, cut = random_ids(70, hf["vocab_size"], seed), Driver(decoder, length=128), 1 + 7 * seed
     actual = torch.cat([driver.step({0: ids[:cut]})[0], driver.step({0: ids[cut:]})[0]]).log_softmax(-1)
     with torch.no_grad():

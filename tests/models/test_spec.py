@@ -218,9 +218,16 @@ def test_rope_spellings_equal_transformers(changes: dict[str, Any]) -> None:
 
 def test_yarn_attributes_reach_the_spec() -> None:
     parameters = {
-        "rope_type": "yarn", "rope_theta": 5.0, "factor": None, "original_max_position_embeddings": 128,
-        "beta_fast": 9, "beta_slow": 2.5, "truncate": False, "mscale": 0.5, "mscale_all_dim": 0.25,
-    }  # fmt: skip
+        "rope_type": "yarn",
+        "rope_theta": 5.0,
+        "factor": None,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 9,
+        "beta_slow": 2.5,
+        "truncate": False,
+        "mscale": 0.5,
+        "mscale_all_dim": 0.25,
+    }
     assert spec_of("llama", rope_parameters=parameters).ropes == (
         RopeSpec(
             16, 5.0, "yarn", 4.0, 128, beta_fast=9.0, beta_slow=2.5, truncate=False, mscale=0.5, mscale_all_dim=0.25
@@ -231,9 +238,10 @@ def test_yarn_attributes_reach_the_spec() -> None:
 
 
 W4 = {  # compressed-tensors
-    "quant_method": "compressed-tensors", "format": "pack-quantized",
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
     "config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32}}},
-}  # fmt: skip
+}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"quantization_config": {"quant_method": "hqq", "bits": 4}}, "quantization 'hqq'"),
     ("llama", {"quantization_config": {}}, "quantization 'unnamed'"),

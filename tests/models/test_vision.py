@@ -48,10 +48,17 @@ def test_images_have_the_same_bits_in_any_batch_and_chunk_and_after_preemption(
 def test_an_image_is_encoded_once_until_weights_change(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, tiny_vision_config("qwen3_vl"))
     picture = Picture(kind_of(directory), 4, 6)
-    runner, facts = load(Config.make(
-        model=str(directory), dtype="float32", device="cpu", max_model_len=128, max_num_seqs=16, block_size=16,
-        cpu_threads=1,
-    ))  # fmt: skip
+    runner, facts = load(
+        Config.make(
+            model=str(directory),
+            dtype="float32",
+            device="cpu",
+            max_model_len=128,
+            max_num_seqs=16,
+            block_size=16,
+            cpu_threads=1,
+        )
+    )
     encoder = runner.features.encoder
     assert encoder is not None
 
@@ -122,12 +129,19 @@ def test_a_model_without_its_tower_is_the_text_model(tmp_path: Path) -> None:
     assert outputs[0] == outputs[1]
 
 
-@pytest.mark.parametrize(("changes", "name"), [
-    ({"num_heads": 5}, "num_heads"), ({"out_hidden_size": 32}, "out_hidden_size"),
-    ({"deepstack_visual_indexes": [0, 1, 2]}, "deepstack_visual_indexes"),
-    ({"deepstack_visual_indexes": [9]}, "deepstack_visual_indexes"), ({"num_position_embeddings": 37}, "num_position"),
-    ({"hidden_act": "tanh"}, "hidden_act"), ({"patch_size": 0}, "patch_size"), ({"depth": "four"}, "depth"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"num_heads": 5}, "num_heads"),
+        ({"out_hidden_size": 32}, "out_hidden_size"),
+        ({"deepstack_visual_indexes": [0, 1, 2]}, "deepstack_visual_indexes"),
+        ({"deepstack_visual_indexes": [9]}, "deepstack_visual_indexes"),
+        ({"num_position_embeddings": 37}, "num_position"),
+        ({"hidden_act": "tanh"}, "hidden_act"),
+        ({"patch_size": 0}, "patch_size"),
+        ({"depth": "four"}, "depth"),
+    ],
+)
 def test_towers_that_cannot_be_built_are_refused(changes: dict[str, object], name: str) -> None:
     with pytest.raises(StartError, match=name):
         decoder_spec(checkpoint.flat(tiny_vision_config("qwen3_vl", **changes)))

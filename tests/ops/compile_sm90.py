@@ -190,15 +190,26 @@ def recurrent_calls(call: dict[str, Any]) -> None:
     columns = starts, lens, torch.zeros(rows, dtype=LONG), lens, lens, saves
     vector = torch.empty(heads)
     call["gated_delta"](
-        torch.empty(rows, channels + heads * dim, dtype=BF16), torch.empty(rows, 2 * heads, dtype=BF16),
-        torch.empty(taps, channels), vector, vector, torch.empty(dim), 1e-6, True, torch.empty(rows, heads, dim, dim),
-        torch.empty(rows, 37, channels + 2 * heads, dtype=BF16), *columns,
-    )  # fmt: skip
+        torch.empty(rows, channels + heads * dim, dtype=BF16),
+        torch.empty(rows, 2 * heads, dtype=BF16),
+        torch.empty(taps, channels),
+        vector,
+        vector,
+        torch.empty(dim),
+        1e-6,
+        True,
+        torch.empty(rows, heads, dim, dim),
+        torch.empty(rows, 37, channels + 2 * heads, dtype=BF16),
+        *columns,
+    )
     for bias in (None, torch.empty(2048)):
         call["short_conv"](
-            torch.empty(rows, 3 * 2048, dtype=BF16), torch.empty(3, 2048), bias,
-            torch.empty(rows, 36, 2048, dtype=BF16), *columns,
-        )  # fmt: skip
+            torch.empty(rows, 3 * 2048, dtype=BF16),
+            torch.empty(3, 2048),
+            bias,
+            torch.empty(rows, 36, 2048, dtype=BF16),
+            *columns,
+        )
     mixed, gated = torch.empty(rows, 16, 256, dtype=BF16), torch.empty(rows, 36 * 256, dtype=BF16)
     call["gate_heads"](mixed, gated)
     caches = torch.empty(2, 32, 2, 64, 256, dtype=BF16).unbind()
@@ -218,12 +229,17 @@ def figures(kernel: Any) -> dict[str, Any]:
     registers, stack = (int(re.findall(rf"{word}:(\d+)", usage)[-1]) for word in ("REG", "STACK"))
     ptx = kernel.asm["ptx"]
     return {
-        "registers": registers, "stack": stack, "shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps,
-        "chains": chains(ptx), "loop": loop(kernel.asm["ttgir"]) if "wgmma" in ptx else [],
+        "registers": registers,
+        "stack": stack,
+        "shared": kernel.metadata.shared,
+        "warps": kernel.metadata.num_warps,
+        "chains": chains(ptx),
+        "loop": loop(kernel.asm["ttgir"]) if "wgmma" in ptx else [],
         "by_warps": bool(re.search(r"mma\.sync\.aligned\.m16n8k16\S*\.f32\.bf16", ptx)),
         "waits": "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx,
-        "fma": bool(re.search(r"\bfma\.", ptx)), "atomics": bool(re.search(r"\b(atom|red)\.", ptx)),
-    }  # fmt: skip
+        "fma": bool(re.search(r"\bfma\.", ptx)),
+        "atomics": bool(re.search(r"\b(atom|red)\.", ptx)),
+    }
 
 
 def chains(ptx: str) -> list[dict[str, Any]]:
@@ -238,11 +254,17 @@ def chains(ptx: str) -> list[dict[str, Any]]:
     for chain in chains.values():
         operands = [[resolve(registers, step[side]) for step in chain] for side in (2, 3)]
         operands = [side for side in operands if side[0][0].startswith("%")]  # not those that lie in registers
-        described.append({
-            "inputs": sorted({int(step[0]) for step in chain}), "length": len(chain), "fresh": chain[0][1] == "0",
-            "adds": all(step[1] in always for step in chain[chain[0][1] == "0" :]),
-            "ascending": all(len({base for base, _ in side}) == 1 and side == sorted(set(side)) for side in operands),
-        })  # fmt: skip
+        described.append(
+            {
+                "inputs": sorted({int(step[0]) for step in chain}),
+                "length": len(chain),
+                "fresh": chain[0][1] == "0",
+                "adds": all(step[1] in always for step in chain[chain[0][1] == "0" :]),
+                "ascending": all(
+                    len({base for base, _ in side}) == 1 and side == sorted(set(side)) for side in operands
+                ),
+            }
+        )
     return described
 
 

@@ -9,15 +9,22 @@ from torch import Tensor
 from tokserve.ops.registry import OPS
 
 PACKING = {  # of the second argument
-    "linear": "pack_linear", "embedding": "pack_linear", "gated_linear": "pack_gated",
-    "linear_int8": "pack_linear_int8", "gated_linear_int8": "pack_gated_int8", "linear_float8": "pack_linear_float8",
-    "linear_wna16": "pack_wna16", "gated_linear_wna16": "pack_gated_wna16", "embedding_wna16": "pack_wna16",
-}  # fmt: skip
+    "linear": "pack_linear",
+    "embedding": "pack_linear",
+    "gated_linear": "pack_gated",
+    "linear_int8": "pack_linear_int8",
+    "gated_linear_int8": "pack_gated_int8",
+    "linear_float8": "pack_linear_float8",
+    "linear_wna16": "pack_wna16",
+    "gated_linear_wna16": "pack_gated_wna16",
+    "embedding_wna16": "pack_wna16",
+}
 LISTED = {"linear_heads": "pack_linear"}  # of the second, weights packed by themselves
 STACKED = {  # of the fourth and sixth, [E,N,K]: an expert's weight is packed by itself
-    "experts": ("pack_gated", "pack_linear"), "experts_int8": ("pack_gated_int8", "pack_linear_int8"),
+    "experts": ("pack_gated", "pack_linear"),
+    "experts_int8": ("pack_gated_int8", "pack_linear_int8"),
     "experts_wna16": ("pack_gated_wna16", "pack_wna16"),
-}  # fmt: skip
+}
 
 
 def pack_arguments(op: str, implementation: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

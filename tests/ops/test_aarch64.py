@@ -30,10 +30,21 @@ NEEDED = {  # program: Debian's package
 # Entries that only say how others are to be called, and one whose result is the instruction set's own layout: what
 # linear_int8 makes of it is compared.
 UNCOMPARED = {
-    "linear_scratch", "linear_panels", "route_scratch", "lora_scratch", "delta_scratch", "int8_rows_size", "int8_rows",
-    "attention_scratch", "attention_partial", "sampling_scratch", "wna16_rows_size", "wna16_rows",
-    "attention_gradients_scratch", "attention_gradients_partial",
-}  # fmt: skip
+    "linear_scratch",
+    "linear_panels",
+    "route_scratch",
+    "lora_scratch",
+    "delta_scratch",
+    "int8_rows_size",
+    "int8_rows",
+    "attention_scratch",
+    "attention_partial",
+    "sampling_scratch",
+    "wna16_rows_size",
+    "wna16_rows",
+    "attention_gradients_scratch",
+    "attention_gradients_partial",
+}
 DTYPES = {"f32": "<u4", "bf16": "<u2", "f16": "<u2", "i8": "<i1", "u8": "<u1", "i32": "<i4", "i64": "<i8"}
 
 

@@ -68,9 +68,16 @@ class Layer:
         residual = ops.embedding(self.ids, self.embed)
         x = ops.rms_norm(residual, self.norm, 1e-5)
         q = ops.norm_rope_store(
-            self.linear(x, self.qkv), self.head_norm, self.head_norm, 1e-5, self.table, self.positions,
-            self.keys, self.values, self.slots,
-        )  # fmt: skip
+            self.linear(x, self.qkv),
+            self.head_norm,
+            self.head_norm,
+            1e-5,
+            self.table,
+            self.positions,
+            self.keys,
+            self.values,
+            self.slots,
+        )
         mixed = ops.paged_attention(q, self.keys, self.values, self.tables, self.starts, self.lens, 0.2, 0)
         x = self.linear(mixed.view(self.rows, HEADS * DIM), self.out, self.bias)
         ops.add_lora(x, residual, self.adapters, self.down, self.up, self.ranks, self.scales, (60, HIDDEN - 60))

@@ -23,9 +23,11 @@ registry.load_extension("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MOST = 70  # rows
 PACKING = {
-    "linear": "pack_linear", "linear_int8": "pack_linear_int8",
-    "gated_linear": "pack_gated", "gated_linear_int8": "pack_gated_int8",
-}  # fmt: skip
+    "linear": "pack_linear",
+    "linear_int8": "pack_linear_int8",
+    "gated_linear": "pack_gated",
+    "gated_linear_int8": "pack_gated_int8",
+}
 Outputs = tuple[Tensor, ...]
 
 
@@ -81,9 +83,18 @@ def rows_are_batch_invariant(call: Callable[[Tensor], Tensor | Outputs], count: 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 5, 33, 64, 192, 1001])
 @every(
-    "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "add_residual", "cap", "activate",
-    "silu_mul", "gelu_mul", "activation_gradients", "norm_gradients",
-)  # fmt: skip
+    "rms_norm",
+    "add_rms_norm",
+    "layer_norm",
+    "add_layer_norm",
+    "add_residual",
+    "cap",
+    "activate",
+    "silu_mul",
+    "gelu_mul",
+    "activation_gradients",
+    "norm_gradients",
+)
 def test_elementwise_rows_are_batch_invariant(name: str, call: Any, width: int, dtype: torch.dtype) -> None:
     x, residual, weight = (
         randn(dtype, 1, MOST, 2 * width) * 4,

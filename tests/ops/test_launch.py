@@ -25,9 +25,12 @@ def entries() -> Iterator[list[dict[str, object]]]:
 def test_the_first_entry_that_fits_counts(entries: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_architecture", lambda device: "sm_90" if device == 0 else "")
     entries += [
-        {"arch": "sm_90", "rows": 8, "outputs": 100, "is": "a"}, {"arch": "sm_90", "rows": 8, "is": "b"},
-        {"arch": "sm_80", "is": "c"}, {"rows": 8, "is": "d"}, {"is": "e"},
-    ]  # fmt: skip
+        {"arch": "sm_90", "rows": 8, "outputs": 100, "is": "a"},
+        {"arch": "sm_90", "rows": 8, "is": "b"},
+        {"arch": "sm_80", "is": "c"},
+        {"rows": 8, "is": "d"},
+        {"is": "e"},
+    ]
     entries = [
         launch.tuned("fake", device, rows=rows, outputs=outputs)["is"]
         for device, rows, outputs in ((0, 8, 100), (0, 8, 101), (0, 9, 1), (None, 1, 1), (None, 9, 1))

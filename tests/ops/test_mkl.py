@@ -26,7 +26,11 @@ def test_references_do_not_depend_on_threads_where_mkl_sees_an_intel_processor(t
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(EXACT), "-k", "torch"]
     run = subprocess.run(
-        command, env=os.environ | {"LD_PRELOAD": str(library)}, cwd=EXACT.parents[2], capture_output=True, text=True,
+        command,
+        env=os.environ | {"LD_PRELOAD": str(library)},
+        cwd=EXACT.parents[2],
+        capture_output=True,
+        text=True,
         check=False,
-    )  # fmt: skip
+    )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]

@@ -124,9 +124,12 @@ def test_residuals_caps_and_activations_are_the_formula(dtype: torch.dtype) -> N
         exact = torch.tanh(exact / limit) * limit if limit else exact
         torch.testing.assert_close(OPS["cap"].reference(x, multiplier, limit).double(), **rounded(exact, x))
     functions = {
-        "silu": F.silu, "gelu": F.gelu, "relu": F.relu, "relu2": lambda x: F.relu(x).square(),
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "relu": F.relu,
+        "relu2": lambda x: F.relu(x).square(),
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    }  # fmt: skip
+    }
     for x, activation, *gated in samples("activate", dtype):
         wide = x.double()
         if gated:
@@ -153,8 +156,13 @@ def test_rope_rotates_pairs_in_the_complex_plane(dtype: torch.dtype) -> None:
         turn = torch.complex(*table[positions].double().chunk(2, -1))[:, None]  # [T,1,half]
         for x, actual in zip((q, k), OPS["rope"].reference(q, k, table, positions, *interleaved), strict=True):
             if interleaved:
-                x, actual = (torch.cat([y[..., : 2 * half].unflatten(-1, (half, 2)).transpose(-1, -2).flatten(-2),
-                                        y[..., 2 * half :]], -1) for y in (x, actual))  # fmt: skip
+                x, actual = (
+                    torch.cat(
+                        [y[..., : 2 * half].unflatten(-1, (half, 2)).transpose(-1, -2).flatten(-2), y[..., 2 * half :]],
+                        -1,
+                    )
+                    for y in (x, actual)
+                )
             turned = torch.complex(x[..., :half].double(), x[..., half : 2 * half].double()) * turn
             exact = torch.cat([turned.real, turned.imag, x[..., 2 * half :].double()], -1)
             torch.testing.assert_close(actual.double(), **rounded(exact, x))
@@ -251,9 +259,16 @@ def test_store_kv_writes_its_slots_and_nothing_else(dtype: torch.dtype) -> None:
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, _: float = 1.0, softcap: float = 0.0,
-    sinks: Tensor | None = None, both_ways: bool = False,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int,
+    _: float = 1.0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    both_ways: bool = False,
+) -> Tensor:
     """q [n,Hq,D] at the last n positions of k, v [L,Hk,D], in float64."""
     count, length, group = len(q), len(k), q.shape[1] // k.shape[1]
     query, key = torch.arange(length - count, length)[:, None], torch.arange(length)

@@ -286,8 +286,11 @@ def test_logprobs_are_the_log_softmax(call: Any, width: int) -> None:
         for k in {0, 1, min(width, 20), width}:
             token, ranks, top_ids, top = call(logits, ids, k, named, heat)
             assert (token.dtype, ranks.dtype, top_ids.dtype, top.dtype) == (
-                torch.float32, torch.int32, torch.int32, torch.float32,
-            )  # fmt: skip
+                torch.float32,
+                torch.int32,
+                torch.int32,
+                torch.float32,
+            )
             order = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :k]
             assert torch.equal(top_ids.long(), torch.cat([order, named], -1))
             torch.testing.assert_close(top.double(), exact.gather(1, top_ids.long()), atol=4e-6, rtol=4e-7)

@@ -18,9 +18,26 @@ from tokserve.ops.serial import one_thread
 
 THREADS = 3
 PRODUCTS = {
-    "__matmul__", "__rmatmul__", "addbmm", "addmm", "addmv", "baddbmm", "bilinear", "bmm", "chain_matmul", "dot",
-    "einsum", "inner", "linear", "matmul", "mm", "mv", "scaled_dot_product_attention", "tensordot", "vdot",
-}  # fmt: skip
+    "__matmul__",
+    "__rmatmul__",
+    "addbmm",
+    "addmm",
+    "addmv",
+    "baddbmm",
+    "bilinear",
+    "bmm",
+    "chain_matmul",
+    "dot",
+    "einsum",
+    "inner",
+    "linear",
+    "matmul",
+    "mm",
+    "mv",
+    "scaled_dot_product_attention",
+    "tensordot",
+    "vdot",
+}
 WHOLE_NUMBERS = {"linear_int8", "gated_linear_int8", "experts_int8"}  # float32 sums below 2^24: exact in any order
 
 

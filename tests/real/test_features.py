@@ -25,10 +25,12 @@ pytestmark = [pytest.mark.network, pytest.mark.timeout(600)]
 SCHEMA = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
     },
-    "required": ["name", "age"], "additionalProperties": False,
-}  # fmt: skip
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
 QUESTION = [{"role": "user", "content": "Name the largest ocean on Earth."}]
 
 
@@ -49,9 +51,13 @@ def test_chat_answers_whole_and_streamed(client: openai.OpenAI) -> None:
     text = reply.choices[0].message.content or ""
     assert "Pacific" in text and reply.choices[0].finish_reason == "stop"
     stream = client.chat.completions.create(
-        model="smollm2", messages=QUESTION, temperature=0, max_tokens=40, stream=True,  # type: ignore[arg-type]
+        model="smollm2",
+        messages=QUESTION,
+        temperature=0,
+        max_tokens=40,
+        stream=True,  # type: ignore[arg-type]
         stream_options={"include_usage": True},
-    )  # fmt: skip
+    )
     chunks = list(stream)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
     assert chunks[-1].usage is not None and reply.usage is not None
@@ -70,9 +76,15 @@ def test_a_conversation_of_several_turns(client: openai.OpenAI) -> None:
 
 def test_choices_logprobs_and_stop_strings(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(
-        model="smollm2", messages=[{"role": "user", "content": "Tell me a story."}], n=3, seed=5, temperature=1.0,
-        max_tokens=24, logprobs=True, top_logprobs=3,
-    )  # fmt: skip
+        model="smollm2",
+        messages=[{"role": "user", "content": "Tell me a story."}],
+        n=3,
+        seed=5,
+        temperature=1.0,
+        max_tokens=24,
+        logprobs=True,
+        top_logprobs=3,
+    )
     assert len({choice.message.content for choice in reply.choices}) == 3
     for choice in reply.choices:
         assert choice.logprobs is not None and choice.logprobs.content
@@ -89,10 +101,13 @@ def test_choices_logprobs_and_stop_strings(client: openai.OpenAI) -> None:
 def test_a_json_schema_is_kept(client: openai.OpenAI) -> None:
     for seed in range(3):
         reply = client.chat.completions.create(
-            model="smollm2", messages=[{"role": "user", "content": "Describe a person called Ann as JSON."}],
-            temperature=0.8, seed=seed, max_tokens=120,
+            model="smollm2",
+            messages=[{"role": "user", "content": "Describe a person called Ann as JSON."}],
+            temperature=0.8,
+            seed=seed,
+            max_tokens=120,
             response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}},
-        )  # fmt: skip
+        )
         person = json.loads(reply.choices[0].message.content or "")
         assert person.keys() == {"name", "age"} and 0 <= person["age"] <= 120 and len(person["name"]) <= 20
 

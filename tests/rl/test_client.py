@@ -37,16 +37,24 @@ def test_sampling_masks_of_a_rollout() -> None:
 def test_a_rollout_is_sent_again_only_if_it_cannot_have_run() -> None:
     path = "/inference/v1/generate"
     again: tuple[Answer, ...] = (
-        httpx.ConnectError("refused"), httpx.ConnectTimeout("dropped"), refusal(503, **{"retry-after": "0"}),
+        httpx.ConnectError("refused"),
+        httpx.ConnectTimeout("dropped"),
+        refusal(503, **{"retry-after": "0"}),
         refusal(429, **{"retry-after": "0"}),
-    )  # fmt: skip
+    )
     for first in again:
         sent, rollouts = run({path: [first, generated()]}, lambda client: client.generate([[1]]))
         assert sent == [path] * 2 and rollouts[0].finish_reason == "stop"
     final: tuple[Answer, ...] = (
-        httpx.ReadError("cut"), httpx.RemoteProtocolError("cut"), refusal(503), refusal(429), refusal(500),
-        refusal(409), refusal(500, **{"retry-after": "0"}), refusal(503, **{"retry-after": "nan"}),
-    )  # fmt: skip
+        httpx.ReadError("cut"),
+        httpx.RemoteProtocolError("cut"),
+        refusal(503),
+        refusal(429),
+        refusal(500),
+        refusal(409),
+        refusal(500, **{"retry-after": "0"}),
+        refusal(503, **{"retry-after": "nan"}),
+    )
     for first in final:
         sent, error = run({path: [first, generated()]}, lambda client: client.generate([[1]]))
         assert sent == [path] and isinstance(error, rl.ServerError | httpx.TransportError)
@@ -85,8 +93,13 @@ def test_the_id_of_a_stream_that_was_left_may_be_used_again_at_once() -> None:
     """rl-faults E5: the server has not noticed yet that the first has gone."""
     taken = httpx.Response(409, json={"error": {"message": "m", "type": "t", "param": None, "code": "duplicate_id"}})
     event = json.dumps({"choices": [REPLY["choices"][0] | {"token_ids": "", "finish_reason": None}]})
-    answers = [httpx.Response(200, text=f"data: {event}\n\n"), taken, taken,
-               httpx.Response(200, text=f"data: {event}\n\ndata: [DONE]\n\n"), taken]  # fmt: skip
+    answers = [
+        httpx.Response(200, text=f"data: {event}\n\n"),
+        taken,
+        taken,
+        httpx.Response(200, text=f"data: {event}\n\ndata: [DONE]\n\n"),
+        taken,
+    ]
 
     async def answer(request: httpx.Request) -> httpx.Response:
         return answers.pop(0)

@@ -24,9 +24,18 @@ from tests.rl.script import reply
 
 HERE = Path(__file__).parent
 SOURCE = Path(tokserve.__file__).parent / "rl"
-WITHOUT_SERVER = ["distribution.py", "scripted_http.py", "script.py", "test_client.py", "test_blocking.py",
-                  "test_scripted.py", "test_pools.py", "test_plain.py", "test_step_seeds.py",
-                  "test_trl_settings.py"]  # fmt: skip
+WITHOUT_SERVER = [
+    "distribution.py",
+    "scripted_http.py",
+    "script.py",
+    "test_client.py",
+    "test_blocking.py",
+    "test_scripted.py",
+    "test_pools.py",
+    "test_plain.py",
+    "test_step_seeds.py",
+    "test_trl_settings.py",
+]
 
 
 def declared() -> list[str]:
@@ -113,12 +122,14 @@ def test_the_clients_tests_without_torch_and_without_the_server(environment: Pat
 
 @pytest.mark.slow
 def test_tensors_without_torch_are_refused_by_name(environment: Path) -> None:
-    code = "\n".join([
-        "from tokserve_client import Client, TorchMissing",
-        "with Client('http://127.0.0.1:9') as client:",
-        "    try: client.push({})",
-        "    except TorchMissing as error: print(error)",
-    ])  # fmt: skip
+    code = "\n".join(
+        [
+            "from tokserve_client import Client, TorchMissing",
+            "with Client('http://127.0.0.1:9') as client:",
+            "    try: client.push({})",
+            "    except TorchMissing as error: print(error)",
+        ]
+    )
     done = subprocess.run([environment, "-c", code], capture_output=True, text=True, check=False)
     assert "torch is not installed" in done.stdout, done.stderr
 

@@ -59,10 +59,14 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "plain": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}, "bias": {"bias": "all"},
-    "embedding": {"target_modules": ["embed", "q_proj"]}, "saved": {"modules_to_save": ["head"]},
+    "plain": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "bias": {"bias": "all"},
+    "embedding": {"target_modules": ["embed", "q_proj"]},
+    "saved": {"modules_to_save": ["head"]},
     "tokens": {"trainable_token_indices": {"embed": [2, 5]}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

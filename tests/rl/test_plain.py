@@ -17,14 +17,27 @@ from tests.rl.distribution import rl
 from tests.rl.scripted_http import bodies, connected, refusal, run
 
 SAMPLED = {
-    "max_tokens": np.int64(3), "temperature": np.float32(0.5), "top_p": np.float64(0.5), "min_tokens": np.array(1),
-    "stop_token_ids": np.array([4, 5]), "ignore_eos": np.bool_(True), "stop": np.array(["a", "b"]),
-    "logit_bias": {np.int64(5): np.float32(4.0)}, "bad_token_sequences": [np.array([1, 2]), (3, np.int32(4))],
-}  # fmt: skip
+    "max_tokens": np.int64(3),
+    "temperature": np.float32(0.5),
+    "top_p": np.float64(0.5),
+    "min_tokens": np.array(1),
+    "stop_token_ids": np.array([4, 5]),
+    "ignore_eos": np.bool_(True),
+    "stop": np.array(["a", "b"]),
+    "logit_bias": {np.int64(5): np.float32(4.0)},
+    "bad_token_sequences": [np.array([1, 2]), (3, np.int32(4))],
+}
 PLAIN = {
-    "max_tokens": 3, "temperature": 0.5, "top_p": 0.5, "min_tokens": 1, "stop_token_ids": [4, 5], "ignore_eos": True,
-    "stop": ["a", "b"], "logit_bias": {5: 4.0}, "bad_token_sequences": [[1, 2], [3, 4]],
-}  # fmt: skip
+    "max_tokens": 3,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "min_tokens": 1,
+    "stop_token_ids": [4, 5],
+    "ignore_eos": True,
+    "stop": ["a", "b"],
+    "logit_bias": {5: 4.0},
+    "bad_token_sequences": [[1, 2], [3, 4]],
+}
 
 
 class Level(enum.IntEnum):
@@ -52,10 +65,15 @@ def test_sampling_parameters_of_numpy_are_sent_as_plain_ones() -> None:
     prompts = np.array([[1, 2], [3, 4]])
     calls = sent(
         lambda client: client.generate(
-            prompts, n=np.int64(2), seeds=np.array([7, 8], np.uint64), priority=np.int8(1), deadline_ms=np.int64(9),
-            speculate=np.bool_(False), **SAMPLED,
+            prompts,
+            n=np.int64(2),
+            seeds=np.array([7, 8], np.uint64),
+            priority=np.int8(1),
+            deadline_ms=np.int64(9),
+            speculate=np.bool_(False),
+            **SAMPLED,
         )
-    )  # fmt: skip
+    )
     assert sorted(call["sampling_params"]["seed"] for call in calls) == [7, 8]
     for call in calls:
         params = call["sampling_params"]
@@ -111,10 +129,13 @@ def test_control_calls_take_them_too() -> None:
     }
     sent = [json.loads(json.dumps(body)) for _, body in bodies(answers, use, take_over=False)]
     assert sent == [
-        {"mode": "abort", "clear_cache": False, "lease": 2.0}, {"level": 2, "mode": "abort"},
-        {"level": 1, "mode": "abort"}, {"tags": ["weights"]}, {"request_ids": ["a"]},
+        {"mode": "abort", "clear_cache": False, "lease": 2.0},
+        {"level": 2, "mode": "abort"},
+        {"level": 1, "mode": "abort"},
+        {"tags": ["weights"]},
+        {"request_ids": ["a"]},
         {"method": "m", "args": [[0, 1], "a/b"], "kwargs": {"x": [0.5]}},
-    ]  # fmt: skip
+    ]
 
 
 def test_seeds_of_prompts_take_them_too() -> None:

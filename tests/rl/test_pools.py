@@ -30,9 +30,16 @@ VERBS = sorted(
     if not name.startswith("_") and name not in GENERATING | {"close"}
 )
 ARGUMENTS: dict[str, Any] = {  # of a verb's parameters, by name, where they have no default
-    "group_id": "g", "path": "/resume", "method": "m", "name": "a", "backend": "gloo", "address": "127.0.0.1",
-    "port": 0, "version": "7", "directory": "d",
-}  # fmt: skip
+    "group_id": "g",
+    "path": "/resume",
+    "method": "m",
+    "name": "a",
+    "backend": "gloo",
+    "address": "127.0.0.1",
+    "port": 0,
+    "version": "7",
+    "directory": "d",
+}
 REPLY = json.dumps({"weight_version": "1", "epoch": 1, "config": {}, "data": [], "aborted": 1, "results": []})
 OPTIONS = {"abort": {"group_id": "g"}, "join": {"timeout": 0.2}}
 SILENT = {"leave"}  # without a process group it sends nothing
@@ -96,9 +103,10 @@ def weights() -> Any:
 async def call(client: rl.AsyncClient, verb: str) -> None:
     method = getattr(client, verb)
     needed = [
-        name for name, parameter in inspect.signature(method).parameters.items()
+        name
+        for name, parameter in inspect.signature(method).parameters.items()
         if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-    ]  # fmt: skip
+    ]
     arguments = [weights() if name in ("weights", "tensors") else ARGUMENTS[name] for name in needed]
     if verb == "paused":
         async with method():

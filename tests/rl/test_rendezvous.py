@@ -68,12 +68,18 @@ class Evil:
 @pytest.mark.parametrize(
     "pickled",
     [
-        b"", b"no pickle", RECORDED[:100], b"\x80\x04" + b"0" * (1 << 17), pickle.dumps(b"x" * 127),
-        pickle.dumps([b"x" * 128] * 2 + [b"y" * 128]), pickle.dumps(Evil()), pickle.dumps("x" * 128),
+        b"",
+        b"no pickle",
+        RECORDED[:100],
+        b"\x80\x04" + b"0" * (1 << 17),
+        pickle.dumps(b"x" * 127),
+        pickle.dumps([b"x" * 128] * 2 + [b"y" * 128]),
+        pickle.dumps(Evil()),
+        pickle.dumps("x" * 128),
         pickle.dumps([b"x" * 128, *range(1 << 16)]),
     ],
     ids=range(9),
-)  # fmt: skip
+)
 def test_what_is_no_id_is_refused(pickled: bytes) -> None:
     with pytest.raises(TransferError, match="no NCCL id"):
         nccl_id(pickled)

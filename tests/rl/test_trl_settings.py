@@ -34,18 +34,30 @@ class Config:
 
 def sampling(**config: Any) -> dict[str, Any]:
     trainer = SimpleNamespace(
-        args=Config(**config), temperature=0.5, top_p=0.9, top_k=0, min_p=None, repetition_penalty=1.1,
-        max_completion_length=7, eos_token_ids=[2, 1],
-    )  # fmt: skip
+        args=Config(**config),
+        temperature=0.5,
+        top_p=0.9,
+        top_k=0,
+        min_p=None,
+        repetition_penalty=1.1,
+        max_completion_length=7,
+        eos_token_ids=[2, 1],
+    )
     sampled: dict[str, Any] = settings.sampling_of(trainer)
     return sampled
 
 
 def test_what_the_server_has_is_passed_in_its_terms() -> None:
     basic = {
-        "temperature": 0.5, "top_p": 0.9, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.1, "max_tokens": 7,
-        "logprobs_mode": "temperature", "stop_token_ids": [1, 2],
-    }  # fmt: skip
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.1,
+        "max_tokens": 7,
+        "logprobs_mode": "temperature",
+        "stop_token_ids": [1, 2],
+    }
     assert sampling() == basic
     assert sampling(vllm_structured_outputs_regex="a+") == basic | {"structured_outputs": {"regex": "a+"}}
     extra = {"seed": 3, "structured_outputs": {"choice": ["b"]}}
@@ -58,11 +70,14 @@ def test_what_the_server_has_is_passed_in_its_terms() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("vllm_gpu_memory_utilization", 0.5), ("vllm_enable_sleep_mode", True), ("vllm_of_a_later_version", 1),
-        ("cache_implementation", "static"), ("use_transformers_paged", True),
+        ("vllm_gpu_memory_utilization", 0.5),
+        ("vllm_enable_sleep_mode", True),
+        ("vllm_of_a_later_version", 1),
+        ("cache_implementation", "static"),
+        ("use_transformers_paged", True),
         ("transformers_continuous_batching_config", {"a": 1}),
     ],
-)  # fmt: skip
+)
 def test_what_has_no_effect_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         settings.check_settings(Config(**{name: value}))
@@ -73,7 +88,11 @@ def test_what_has_no_effect_is_refused_by_name(name: str, value: Any) -> None:
 def test_settings_of_the_loss_and_of_the_server_are_none_of_them() -> None:
     settings.check_settings(
         Config(
-            vllm_server_base_url="http://127.0.0.1:8000", vllm_mode="server", vllm_importance_sampling_mode="sequence",
-            generation_kwargs={"seed": 1}, vllm_structured_outputs_regex="a", learning_rate=1.0,
+            vllm_server_base_url="http://127.0.0.1:8000",
+            vllm_mode="server",
+            vllm_importance_sampling_mode="sequence",
+            generation_kwargs={"seed": 1},
+            vllm_structured_outputs_regex="a",
+            learning_rate=1.0,
         )
-    )  # fmt: skip
+    )

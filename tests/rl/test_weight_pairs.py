@@ -75,8 +75,12 @@ class Lazy(Mapping[str, Tensor]):
 
 
 SOURCES: dict[str, Callable[[int], Any]] = {
-    "merging": merging, "one_buffer": one_buffer, "freeing": freeing, "lazy": Lazy, "dict": values,
-}  # fmt: skip
+    "merging": merging,
+    "one_buffer": one_buffer,
+    "freeing": freeing,
+    "lazy": Lazy,
+    "dict": values,
+}
 
 
 class Server:
@@ -204,8 +208,10 @@ def test_deltas_are_of_the_values_when_the_tensor_came(source: Callable[[int], A
 def test_a_directory_of_versions_has_them_too(source: Callable[[int], Any], tmp_path: Path) -> None:
     async def use(client: Any) -> list[str]:
         push = client.push
-        return [(await push(source(step), str(step), delta=True, directory=tmp_path, anchor_every=2)).mode
-                for step in range(3)]  # fmt: skip
+        return [
+            (await push(source(step), str(step), delta=True, directory=tmp_path, anchor_every=2)).mode
+            for step in range(3)
+        ]
 
     assert Server().use(use) == ["full", "delta", "delta"]
     assert_same(load_file(tmp_path / "000000.full.safetensors"), values(0))
@@ -225,9 +231,10 @@ def test_what_no_delta_can_change_is_pushed_in_full_from_a_source_that_was_read_
 
     reasons = [done.reason for done in server.use(use)]
     assert reasons == [
-        "d is none of the tensors that a delta can change", "other tensors were pushed before",
+        "d is none of the tensors that a delta can change",
+        "other tensors were pushed before",
         "more than a quarter of the weights changed",
-    ]  # fmt: skip
+    ]
     full = [file for file in server.files if not any("#" in name for name in file)]
     assert_same(full[1], {"d": torch.ones(2)} | values(1))
     assert_same(full[3], {name: values(2)[name] for name in ("a", "c")})
@@ -249,8 +256,10 @@ def test_a_tied_tensor_of_a_generator_comes_once_or_twice_the_same(delta: bool) 
 
     server.use(use)
     assert [sorted({name.partition("#")[0] for name in file}) for file in server.files] == [
-        ["a", "b", "c"], ["a", "b", "c"], ["a", "b", "c", "head"]
-    ]  # fmt: skip
+        ["a", "b", "c"],
+        ["a", "b", "c"],
+        ["a", "b", "c", "head"],
+    ]
     assert torch.equal(server.files[-1]["head"], values(2)["a"] + 1)
 
 
@@ -358,9 +367,12 @@ def partly_compiled() -> nn.Module:
 
 
 WRAPPERS: dict[str, Callable[[], nn.Module]] = {
-    "plain": Model, "partly_compiled": partly_compiled, "data_parallel": lambda: nn.DataParallel(Model()),
-    "averaged": lambda: AveragedModel(Model()), "both": lambda: nn.DataParallel(Compiled(Model())),
-}  # fmt: skip
+    "plain": Model,
+    "partly_compiled": partly_compiled,
+    "data_parallel": lambda: nn.DataParallel(Model()),
+    "averaged": lambda: AveragedModel(Model()),
+    "both": lambda: nn.DataParallel(Compiled(Model())),
+}
 
 
 @pytest.mark.slow

@@ -337,8 +337,10 @@ def test_a_version_that_could_not_be_written_is_no_base(tmp_path: Path, monkeypa
     _, result = run({"/weight_info": [described(weights)]}, steps)
     assert result == ["full", "delta", "failed", "full"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "000000.full.safetensors", "000001.delta.safetensors", "000002.full.safetensors"
-    ]  # fmt: skip
+        "000000.full.safetensors",
+        "000001.delta.safetensors",
+        "000002.full.safetensors",
+    ]
     files = files_of(tmp_path)
     assert [file.number for file in chain(files, "3", None)] == [2]
 
@@ -356,13 +358,18 @@ def test_a_directory_is_continued_where_it_ended(tmp_path: Path) -> None:
 
     push("01234")
     assert WeightDirectory(tmp_path).prune() == [
-        "000000.full.safetensors", "000001.delta.safetensors", "000002.delta.safetensors", "000002.full.safetensors",
+        "000000.full.safetensors",
+        "000001.delta.safetensors",
+        "000002.delta.safetensors",
+        "000002.full.safetensors",
         "000003.delta.safetensors",
-    ]  # fmt: skip
+    ]
     push("5")  # another trainer begins with a full file
     assert [(file.number, file.identity[0], file.base is None) for file in files_of(tmp_path)] == [
-        (4, "4", False), (4, "4", True), (5, "5", True)
-    ]  # fmt: skip
+        (4, "4", False),
+        (4, "4", True),
+        (5, "5", True),
+    ]
 
 
 def test_a_version_can_be_pushed_again(tmp_path: Path) -> None:

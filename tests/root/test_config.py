@@ -39,8 +39,10 @@ def test_unknown_option_names_the_nearest() -> None:
         ({"port": 70000}, "must be at most 65535, got 70000"),
         ({"max_num_seqs": 0}, "must be at least 1, got 0"),
         ({"dtype": "int4"}, "must be one of auto, float32, bfloat16, float16, got 'int4'"),
-        ({"quantization": "bits"}, "must be one of int8, int4, fp8, none, gptq, awq, compressed-tensors, mxfp4, gguf, "
-                                   "got 'bits'"),
+        (
+            {"quantization": "bits"},
+            "must be one of int8, int4, fp8, none, gptq, awq, compressed-tensors, mxfp4, gguf, got 'bits'",
+        ),
         ({"depth": 3}, "must be one of 1, 2, got 3"),
         ({"scheduling_policy": "lifo"}, "must be one of priority, fcfs, got 'lifo'"),
         ({"gpu_memory_utilization": 1.5}, "must be at most 1.0, got 1.5"),
@@ -54,7 +56,7 @@ def test_unknown_option_names_the_nearest() -> None:
         ({"model": None}, "must be str, got None"),
         ({"api_key": "secret"}, "must be list"),
     ],
-)  # fmt: skip
+)
 def test_bad_value_is_refused_with_the_options_name(option: dict[str, object], words: str) -> None:
     with pytest.raises(StartError) as refused:
         Config.make(**option)
@@ -223,10 +225,19 @@ class StructuredOutputsConfig:
 
 def test_options_of_vllm(caplog: pytest.LogCaptureFixture) -> None:
     config = Config.make(
-        model="demo", dtype="half", generation_config="vllm", enable_log_requests=True, log_requests=True,
-        max_num_queued_reqs=5, skip_tokenizer_init=True, response_role="assistant", trust_remote_code=True,
-        swap_space=4, revision=None, convert="none",
-    )  # fmt: skip
+        model="demo",
+        dtype="half",
+        generation_config="vllm",
+        enable_log_requests=True,
+        log_requests=True,
+        max_num_queued_reqs=5,
+        skip_tokenizer_init=True,
+        response_role="assistant",
+        trust_remote_code=True,
+        swap_space=4,
+        revision=None,
+        convert="none",
+    )
     assert (config.model.dtype, config.model.generation_config) == ("float16", "none")
     assert (config.logs.log_requests, config.server.tokens_only) == (True, True)
     assert config.scheduler.max_queued_requests == 5
@@ -356,11 +367,13 @@ def test_a_missing_tokenizer_is_an_error_before_the_engine_loads(checkpoint: Pat
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (hub.GatedRepoError, "must be granted"), (hub.RepositoryNotFoundError, "no such repository"),
-        (hub.LocalEntryNotFoundError, "cannot be reached"), (hub.OfflineModeIsEnabled, "switched off"),
+        (hub.GatedRepoError, "must be granted"),
+        (hub.RepositoryNotFoundError, "no such repository"),
+        (hub.LocalEntryNotFoundError, "cannot be reached"),
+        (hub.OfflineModeIsEnabled, "switched off"),
         (PermissionError, "PermissionError"),
     ],
-)  # fmt: skip
+)
 def test_a_failed_download_has_a_reason(error: type[Exception], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error.__new__(error)

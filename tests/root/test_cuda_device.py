@@ -51,9 +51,12 @@ class FakeCuda:
 
     def __getattr__(self, name: str) -> Any:
         plain = {
-            "is_available": True, "get_device_capability": self.capability, "get_device_name": "fake",
-            "current_device": 0, "current_stream": self.main,
-        }  # fmt: skip
+            "is_available": True,
+            "get_device_capability": self.capability,
+            "get_device_name": "fake",
+            "current_device": 0,
+            "current_stream": self.main,
+        }
         return lambda *_: plain[name]
 
     def Stream(self) -> FakeStream:

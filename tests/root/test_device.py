@@ -43,9 +43,12 @@ def test_the_processor_has_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     ],
 )
 def test_the_tightest_bound_of_memory_is_named(
-    available: int, swap: int, group: tuple[int, int] | None, expected: tuple[int, int, str],
+    available: int,
+    swap: int,
+    group: tuple[int, int] | None,
+    expected: tuple[int, int, str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available, total=100))
     monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=swap, total=swap))
     limits = [] if group is None else [cgroups.MemoryLimit(*group)]

@@ -58,9 +58,13 @@ class Checkout:
             name: value for name, value in os.environ.items() if name not in ("TOKSERVE_NATIVE", "CXX", "MAKEFLAGS")
         }
         done = subprocess.run(
-            [str(shutil.which("make")), *words], cwd=self.directory, capture_output=True, text=True, timeout=60,
+            [str(shutil.which("make")), *words],
+            cwd=self.directory,
+            capture_output=True,
+            text=True,
+            timeout=60,
             env=kept | {"PATH": str(self.directory / "bin")},
-        )  # fmt: skip
+        )
         calls = self.calls.read_text().splitlines() if self.calls.exists() else []
         return done.returncode, done.stdout + done.stderr, calls
 

@@ -37,9 +37,13 @@ def test_json(written: Lines) -> None:
     line = json.loads(*written())
     assert line.pop("time").endswith("+00:00")
     assert line == {
-        "level": "debug", "process": "engine", "logger": "tokserve.test", "message": "port 8000",
-        "event": "bound", "ports": [1, 2],
-    }  # fmt: skip
+        "level": "debug",
+        "process": "engine",
+        "logger": "tokserve.test",
+        "message": "port 8000",
+        "event": "bound",
+        "ports": [1, 2],
+    }
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
@@ -86,8 +90,10 @@ def test_lines_carry_the_id_of_the_request_whose_task_logs(written: Lines) -> No
     log.setup("server")
     asyncio.run(all_of_them())
     assert [line.partition("tokserve.test: ")[2] for line in written()] == [
-        "[a] served", "[b] served", "nobody's",
-    ]  # fmt: skip
+        "[a] served",
+        "[b] served",
+        "nobody's",
+    ]
     log.setup("server", form="json")
     asyncio.run(all_of_them())
     assert [json.loads(line).get("request_id") for line in written()] == ["a", "b", None]

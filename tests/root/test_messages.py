@@ -12,21 +12,32 @@ from tokserve.protocol.prompt import Feature, TokenPrompt, pack_ids, unpack_ids
 @pytest.mark.parametrize(
     "message",
     [
-        m.Submit(4, "r", [
-            m.EngineRequest(
-                "r#0", TokenPrompt(b"1234"), SamplingParams(logit_bias={5: -1.5}, bad_token_sequences=[[1]]),
-                RequestOptions(stream=True, group_id="g", deadline_ms=7), -3,
-            ),
-            m.EngineRequest(
-                "r#1", TokenPrompt(b"12341234", (Feature("embeddings", b"h", 1, 1, b"0123"),)),
-                PoolingParams("mean", normalize=False), RequestOptions(), 0,
-            ),
-        ], "client"),
+        m.Submit(
+            4,
+            "r",
+            [
+                m.EngineRequest(
+                    "r#0",
+                    TokenPrompt(b"1234"),
+                    SamplingParams(logit_bias={5: -1.5}, bad_token_sequences=[[1]]),
+                    RequestOptions(stream=True, group_id="g", deadline_ms=7),
+                    -3,
+                ),
+                m.EngineRequest(
+                    "r#1",
+                    TokenPrompt(b"12341234", (Feature("embeddings", b"h", 1, 1, b"0123"),)),
+                    PoolingParams("mean", normalize=False),
+                    RequestOptions(),
+                    0,
+                ),
+            ],
+            "client",
+        ),
         m.Abort(["a", "b"], "abort_user"),
         m.Stall(["a"], True),
         m.Call(7, "reset", {"level": 1}),
     ],
-)  # fmt: skip
+)
 def test_messages_to_the_engine_survive(message: m.ToEngine) -> None:
     assert m.decode_to_engine(m.encode(message)) == message
 
@@ -35,15 +46,24 @@ def test_messages_to_the_engine_survive(message: m.ToEngine) -> None:
     "message",
     [
         m.StepOutput(m.StepStats(3), ["r"], pack_ids([9]), b"", [m.RowLogprobs(m.Logprobs(b"abcd", b"efgh"))]),
-        m.StepOutput(m.StepStats(), ["r"], b"", pack_ids([0]), [], [
-            m.RareFields(0, m.Finish("stop", "stop_sequence", [1, 2]), m.Logprobs(), 16, weight_versions=[("0", 0, 5)])
-        ]),
+        m.StepOutput(
+            m.StepStats(),
+            ["r"],
+            b"",
+            pack_ids([0]),
+            [],
+            [
+                m.RareFields(
+                    0, m.Finish("stop", "stop_sequence", [1, 2]), m.Logprobs(), 16, weight_versions=[("0", 0, 5)]
+                )
+            ],
+        ),
         m.Reply(4, {"a": "aborted"}),
         m.SubmitReply(4, "queue_full", "the queue is full", 3),
         m.Ready(64, 100, 8, 16, [2], "0", {"ops": {"linear": "torch"}}),
         m.Dead("why", expected=True),
     ],
-)  # fmt: skip
+)
 def test_messages_from_the_engine_survive(message: m.FromEngine) -> None:
     assert m.decode_from_engine(m.encode(message)) == message
 
@@ -72,9 +92,14 @@ def test_rows_of_a_step() -> None:
     numbers, ids = [2, -1, 0, -2], [4, 5]  # of the tokens of rows a and d
     masks = m.RowSamplingMasks(masks_of(numbers[:3], ids), pack_ids([0, 3]))
     mixed = m.StepOutput(
-        m.StepStats(), ["a", "b", "c", "d"], pack_ids([1, 2, 3, 4]), pack_ids([1, 1, 0, 2]), [one, two], [end],
+        m.StepStats(),
+        ["a", "b", "c", "d"],
+        pack_ids([1, 2, 3, 4]),
+        pack_ids([1, 1, 0, 2]),
+        [one, two],
+        [end],
         masks,
-    )  # fmt: skip
+    )
     assert list(mixed.rows()) == [
         ("a", [1], logprobs(5, 1, 0), None, masks_of([2], [4, 5])),
         ("b", [2], logprobs(1, 1, 2), None, None),
@@ -96,8 +121,9 @@ def test_sampling_masks_are_cut_and_joined_by_rows() -> None:
     assert masks.cut(0) == m.SamplingMasks()
     assert masks.cut(2) == masks_of([2, -1], [4, 5])
     assert masks.cut(4) == masks_of([2, -1, 3, -2], [4, 5, 1, 2, 3])
-    step = m.StepOutput(m.StepStats(), ["a", "b", "c"], pack_ids([1] * 5), pack_ids([2, 0, 3]), [], [],
-                        m.RowSamplingMasks(masks))  # fmt: skip
+    step = m.StepOutput(
+        m.StepStats(), ["a", "b", "c"], pack_ids([1] * 5), pack_ids([2, 0, 3]), [], [], m.RowSamplingMasks(masks)
+    )
     rows = [row[4] for row in m.decode_from_engine(m.encode(step)).rows()]  # type: ignore[union-attr]
     assert rows == [masks.cut(2), m.SamplingMasks(), masks_of([3, -2, 1], [1, 2, 3, 9], 2)]
     assert join_masks(rows) == masks

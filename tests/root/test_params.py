@@ -30,11 +30,15 @@ BAD = {
     "logit_bias": [{1: float("nan")}],
 }
 BAD_CIRCLES = [
-    ("max_pattern_size", {"max_pattern_size": -1}), ("max_pattern_size", {"max_pattern_size": 257, "min_count": 2}),
-    ("min_pattern_size", {"min_pattern_size": 1}), ("min_pattern_size", {"max_pattern_size": 3, "min_pattern_size": 4}),
-    ("min_count", {"max_pattern_size": 3}), ("min_count", {"max_pattern_size": 3, "min_count": 1}),
-    ("min_count", {"min_count": -1}), ("min_count", {"max_pattern_size": 3, "min_count": 1 << 70}),
-]  # fmt: skip
+    ("max_pattern_size", {"max_pattern_size": -1}),
+    ("max_pattern_size", {"max_pattern_size": 257, "min_count": 2}),
+    ("min_pattern_size", {"min_pattern_size": 1}),
+    ("min_pattern_size", {"max_pattern_size": 3, "min_pattern_size": 4}),
+    ("min_count", {"max_pattern_size": 3}),
+    ("min_count", {"max_pattern_size": 3, "min_count": 1}),
+    ("min_count", {"min_count": -1}),
+    ("min_count", {"max_pattern_size": 3, "min_count": 1 << 70}),
+]
 
 
 @pytest.mark.parametrize(("field", "values"), BAD_CIRCLES)

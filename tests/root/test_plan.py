@@ -39,16 +39,30 @@ def test_a_plan_survives() -> None:
         NewRow(1, "b#0", ints(5, 6, 7), 3, PoolingParams("mean", normalize=False), 0, (), features=(feature,)),
     ]
     plan = StepPlan(
-        7, slots=ints(0, 1), num_tokens=ints(3, 3), num_computed=ints(0, 0), num_drafts=ints(1, 0),
-        num_logits=ints(2, 0), draft_token_ids=ints(9), new=new, blocks=[(0, 0, [4, 5]), (1, 0, [6])], freed=[2],
-    )  # fmt: skip
+        7,
+        slots=ints(0, 1),
+        num_tokens=ints(3, 3),
+        num_computed=ints(0, 0),
+        num_drafts=ints(1, 0),
+        num_logits=ints(2, 0),
+        draft_token_ids=ints(9),
+        new=new,
+        blocks=[(0, 0, [4, 5]), (1, 0, [6])],
+        freed=[2],
+    )
     assert equal(carried(plan), plan)
 
 
 def test_a_result_survives() -> None:
     rows = LogprobRows(np.array([-0.5], np.float32), ints(1), ints(3, 4).reshape(1, 2), np.zeros((1, 2), np.float32))
     result = StepResult(
-        7, counts=ints(2, 0), token_ids=ints(9, 8), status=np.array([0, 3], np.uint8), logprobs=rows,
-        prompt_logprobs={0: rows}, pooled={1: np.ones(4, np.float32)}, routed_experts={0: ints(1, 2).reshape(1, 1, 2)},
-    )  # fmt: skip
+        7,
+        counts=ints(2, 0),
+        token_ids=ints(9, 8),
+        status=np.array([0, 3], np.uint8),
+        logprobs=rows,
+        prompt_logprobs={0: rows},
+        pooled={1: np.ones(4, np.float32)},
+        routed_experts={0: ints(1, 2).reshape(1, 1, 2)},
+    )
     assert equal(carried(result), result)

@@ -26,8 +26,11 @@ SAYS_NOTHING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"type": "object", "propertyNames": {"type": "string"}}, {"type": "object"}),
     ({"type": "object", "uniqueItems": True, "contains": STRING}, {"type": "object"}),
     ({"type": ["string", "null"], "dependentRequired": {"a": ["b"]}}, {"type": ["string", "null"]}),
-    ({"then": STRING, "else": NULL}, {}), ({"if": STRING}, {}), ({"if": STRING, "then": {}, "else": True}, {}),
-    ({"not": False, **STRING}, STRING), ({"$dynamicAnchor": "node", **STRING}, STRING),
+    ({"then": STRING, "else": NULL}, {}),
+    ({"if": STRING}, {}),
+    ({"if": STRING, "then": {}, "else": True}, {}),
+    ({"not": False, **STRING}, STRING),
+    ({"$dynamicAnchor": "node", **STRING}, STRING),
     *(({**STRING, "format": f}, STRING) for f in ("path", "password", "binary", "byte", "uri-reference", "regex", "")),
     ({"type": "integer", "format": "int32"}, INTEGER),
     ({**STRING, "format": "date-time"}, {**STRING, "format": "date-time"}),
@@ -35,10 +38,12 @@ SAYS_NOTHING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({**OBJECT, "unevaluatedProperties": False}, {**OBJECT, "additionalProperties": False}),
     ({"anyOf": [{**STRING, "title": "A"}, {**NULL, "title": "B"}]}, {"anyOf": [STRING, NULL]}),
     # names of properties, and values, are no keywords
-    ({"type": "object", "properties": {"title": {**STRING, "title": "T"}, "format": STRING, "not": NULL}},
-     {"type": "object", "properties": {"title": STRING, "format": STRING, "not": NULL}}),
+    (
+        {"type": "object", "properties": {"title": {**STRING, "title": "T"}, "format": STRING, "not": NULL}},
+        {"type": "object", "properties": {"title": STRING, "format": STRING, "not": NULL}},
+    ),
     ({"enum": [{"title": "T", "format": "x"}]}, {"enum": [{"title": "T", "format": "x"}]}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("schema", "expected"), SAYS_NOTHING, ids=str)
@@ -52,18 +57,20 @@ def test_what_says_nothing_is_dropped(schema: dict[str, Any], expected: dict[str
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"type": "array", "uniqueItems": True}, "uniqueItems", "/uniqueItems"),
-    ({"type": "array", "contains": STRING}, "contains", "/contains"), ({"not": STRING}, "not", "/not"),
+    ({"type": "array", "contains": STRING}, "contains", "/contains"),
+    ({"not": STRING}, "not", "/not"),
     ({"if": STRING, "then": {"minLength": 2}}, "if", "/if"),
     ({"type": "object", "propertyNames": {"pattern": "a"}}, "propertyNames", "/propertyNames"),
     ({"dependentRequired": {"a": ["b"]}}, "dependentRequired", "/dependentRequired"),
     ({"anyOf": [OBJECT], "unevaluatedProperties": False}, "unevaluatedProperties", "/unevaluatedProperties"),
     ({"$ref": "http://example.com/x.json"}, "references within the schema", "/$ref"),
     ({"$ref": "other.json#/$defs/a"}, "references within the schema", "/$ref"),
-    ({**STRING, "pattern": "a(?=b)"}, "look-ahead", ""), ({**STRING, "pattern": r"\\(?<!b)"}, "look-ahead", ""),
+    ({**STRING, "pattern": "a(?=b)"}, "look-ahead", ""),
+    ({**STRING, "pattern": r"\\(?<!b)"}, "look-ahead", ""),
     ({"patternProperties": {"(?!a)": {}}}, "look-ahead", ""),
     ({"oneOf": [STRING, {**STRING, "minLength": 2}]}, "use anyOf", "/oneOf"),
     ({"oneOf": [INTEGER, {"type": "number"}]}, "use anyOf", "/oneOf"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("schema", "reason", "place"), REFUSED, ids=str)
@@ -86,9 +93,13 @@ def tagged(kind: Any, **more: Any) -> dict[str, Any]:
 
 
 DEFINITIONS = {
-    "X": OBJECT, "S": STRING, "N": {"anyOf": [NULL, {"$ref": "#/$defs/S"}]}, "A": tagged({"const": "a"}),
-    "Loop": {"$ref": "#/$defs/Loop"}, "B": {"allOf": [tagged({"enum": ["b", "c"]}), {"title": "more"}]},
-}  # fmt: skip
+    "X": OBJECT,
+    "S": STRING,
+    "N": {"anyOf": [NULL, {"$ref": "#/$defs/S"}]},
+    "A": tagged({"const": "a"}),
+    "Loop": {"$ref": "#/$defs/Loop"},
+    "B": {"allOf": [tagged({"enum": ["b", "c"]}), {"title": "more"}]},
+}
 
 
 def ref(name: str) -> dict[str, Any]:
@@ -98,22 +109,39 @@ def ref(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("branches", "disjoint"),
     [
-        ([STRING, NULL], True), ([NULL, ref("X")], True), ([STRING, ref("X"), INTEGER], True),
-        ([ref("S"), ref("X")], True), ([ref("N"), INTEGER], True), ([ref("N"), STRING], False),
-        ([{"type": ["string", "null"]}, INTEGER], True), ([{"type": ["string", "null"]}, ref("N")], False),
-        ([INTEGER, {"type": "number"}], False), ([{"const": 1}, {"const": 1.0}], False),
+        ([STRING, NULL], True),
+        ([NULL, ref("X")], True),
+        ([STRING, ref("X"), INTEGER], True),
+        ([ref("S"), ref("X")], True),
+        ([ref("N"), INTEGER], True),
+        ([ref("N"), STRING], False),
+        ([{"type": ["string", "null"]}, INTEGER], True),
+        ([{"type": ["string", "null"]}, ref("N")], False),
+        ([INTEGER, {"type": "number"}], False),
+        ([{"const": 1}, {"const": 1.0}], False),
         ([{"const": 1}, {"const": 2}], True),
-        ([{"const": "a"}, {"enum": ["b", 1]}], True), ([{"enum": ["a", "b"]}, {"enum": ["b"]}], False),
-        ([{"const": True}, {"const": 1}], True), ([{"const": [1]}, STRING], True), ([{"enum": ["a"]}, STRING], False),
-        ([tagged({"const": "a"}), tagged({"const": "b"})], True), ([ref("A"), ref("B")], True),
-        ([tagged({"const": "a"}), tagged(STRING)], False), ([tagged(INTEGER), tagged(STRING)], True),
+        ([{"const": "a"}, {"enum": ["b", 1]}], True),
+        ([{"enum": ["a", "b"]}, {"enum": ["b"]}], False),
+        ([{"const": True}, {"const": 1}], True),
+        ([{"const": [1]}, STRING], True),
+        ([{"enum": ["a"]}, STRING], False),
+        ([tagged({"const": "a"}), tagged({"const": "b"})], True),
+        ([ref("A"), ref("B")], True),
+        ([tagged({"const": "a"}), tagged(STRING)], False),
+        ([tagged(INTEGER), tagged(STRING)], True),
         ([{"properties": {"kind": {"const": 1}}, "required": ["kind"]}, tagged({"const": 2})], False),
         ([{"type": "object", "properties": {"kind": {"const": 1}}}, tagged({"const": 2})], False),
-        ([ref("Loop"), STRING], False), ([ref("Nowhere"), STRING], False), ([True, STRING], False),
-        ([False, STRING], True), ([{}, NULL], False), ([OBJECT, {"type": "array"}], True), ([STRING], True), ([], True),
+        ([ref("Loop"), STRING], False),
+        ([ref("Nowhere"), STRING], False),
+        ([True, STRING], False),
+        ([False, STRING], True),
+        ([{}, NULL], False),
+        ([OBJECT, {"type": "array"}], True),
+        ([STRING], True),
+        ([], True),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_branches_that_exclude_one_another(branches: list[Any], disjoint: bool) -> None:
     root = {"oneOf": branches, "$defs": DEFINITIONS}
     assert exclude_one_another(branches, by_pointer(root)) == disjoint
@@ -137,7 +165,8 @@ def needs(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "schema",
     [
-        {**ref("a"), "$defs": {"a": needs("b"), "b": needs("a")}}, {**ref("a"), "$defs": {"a": ref("a")}},
+        {**ref("a"), "$defs": {"a": needs("b"), "b": needs("a")}},
+        {**ref("a"), "$defs": {"a": ref("a")}},
         {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]},
         {"type": "array", "minItems": 1, "items": {"$ref": "#"}},
         {"type": "array", "minItems": 2, "prefixItems": [STRING, {"$ref": "#"}]},
@@ -145,7 +174,7 @@ def needs(name: str) -> dict[str, Any]:
         {"type": "object", "properties": {"a/b~c": {"$ref": "#"}}, "required": ["a/b~c"]},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_schema_without_a_finite_value_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(SchemaError, match="no finite value"):
         reduced(schema)
@@ -159,11 +188,15 @@ def test_a_schema_without_a_finite_value_is_refused(schema: dict[str, Any]) -> N
         {"type": "array", "items": {"$ref": "#"}},
         {"type": "array", "minItems": 1, "items": {"anyOf": [{"$ref": "#"}, NULL]}},
         {"type": ["object", "null"], "properties": {"x": {"$ref": "#"}}, "required": ["x"]},
-        {"anyOf": [ref("a"), NULL], "$defs": {"a": needs("a")}}, {"$ref": "#/somewhere/else"}, {"$ref": "#anchor"},
-        {"type": "object", "required": ["free"]}, {}, {"enum": [1], "properties": {"x": {"$ref": "#"}}},
+        {"anyOf": [ref("a"), NULL], "$defs": {"a": needs("a")}},
+        {"$ref": "#/somewhere/else"},
+        {"$ref": "#anchor"},
+        {"type": "object", "required": ["free"]},
+        {},
+        {"enum": [1], "properties": {"x": {"$ref": "#"}}},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_schema_with_a_finite_value_passes(schema: dict[str, Any]) -> None:
     assert reduced(schema) == schema
 

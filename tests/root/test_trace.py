@@ -50,11 +50,14 @@ def test_there_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_times_inside_are_not_counted_twice() -> None:
     second = 10**9
     spans = [
-        TraceSpan("step", "a", 0, 10 * second), TraceSpan("forward", "a", 1 * second, 5 * second),
-        TraceSpan("op", "a", 1 * second, 2 * second), TraceSpan("op", "a", 3 * second, 1 * second),
-        TraceSpan("sample", "a", 6 * second, 2 * second), TraceSpan("op", "b", 0, 4 * second),
+        TraceSpan("step", "a", 0, 10 * second),
+        TraceSpan("forward", "a", 1 * second, 5 * second),
+        TraceSpan("op", "a", 1 * second, 2 * second),
+        TraceSpan("op", "a", 3 * second, 1 * second),
+        TraceSpan("sample", "a", 6 * second, 2 * second),
+        TraceSpan("op", "b", 0, 4 * second),
         TraceSpan("step", "a", 10 * second, 1 * second),
-    ]  # fmt: skip
+    ]
     rows = {row.name: (row.calls, row.seconds) for row in totals(reversed(spans))}
     assert rows == {"op": (3, 7.0), "step": (2, 4.0), "forward": (1, 2.0), "sample": (1, 2.0)}
     assert totals(spans)[0].name == "op"
@@ -76,8 +79,10 @@ def test_the_file_is_chromes_format(tmp_path: Path, compress: bool, monkeypatch:
     assert names == ["engine", "x", "y"]
     shown = [event for event in read["traceEvents"] if event["ph"] == "X"]
     assert [(one["name"], one["ts"], one["dur"], one["pid"], one["tid"]) for one in shown] == [
-        ("a", 4.0, 1.0, 7, 1), ('"b"', 5.0, 0.5, 7, 2), ("a", -0.991, 0.001, 7, 1),
-    ]  # fmt: skip
+        ("a", 4.0, 1.0, 7, 1),
+        ('"b"', 5.0, 0.5, 7, 2),
+        ("a", -0.991, 0.001, 7, 1),
+    ]
     assert shown[1]["args"] == {"tokens": 3}
     assert list(tmp_path.iterdir()) == [path]
 

@@ -31,9 +31,12 @@ def test_runs_are_repeated_until_one_fails(command: str, code: int, lines: list[
     compiler.chmod(0o755)
     begun = f"while [ ! -s {pids} ]; do :; done; "
     done = subprocess.run(
-        [str(SCRIPT), "2", "sh", "-c", begun + command], env=os.environ | {"CXX": str(compiler)}, capture_output=True,
-        text=True, timeout=100,
-    )  # fmt: skip
+        [str(SCRIPT), "2", "sh", "-c", begun + command],
+        env=os.environ | {"CXX": str(compiler)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == code, done.stderr
     shown = done.stdout.splitlines()
     assert len(shown) == len(lines) and all(line.startswith(start) for line, start in zip(shown, lines, strict=True))

@@ -40,9 +40,16 @@ def make_runner(directory: Path, hf: dict[str, Any], **options: Any) -> tuple[Ru
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(hf))
     defaults = {
-        "model": str(directory), "load_format": "dummy", "max_model_len": 128, "max_num_seqs": 24, "device": "cpu",
-        "block_size": 16, "cpu_threads": 1, "dtype": "float32", "max_logprobs": -1,
-    }  # fmt: skip
+        "model": str(directory),
+        "load_format": "dummy",
+        "max_model_len": 128,
+        "max_num_seqs": 24,
+        "device": "cpu",
+        "block_size": 16,
+        "cpu_threads": 1,
+        "dtype": "float32",
+        "max_logprobs": -1,
+    }
     return load(Config.make(**(defaults | options)))
 
 
@@ -110,9 +117,13 @@ class Driver:
     """Runs jobs to their ends; `rng` shuffles slots, blocks and the order of rows."""
 
     def __init__(
-        self, runner: Runner, facts: DeviceFacts, max_num_seqs: int = 24, seed: int | None = None,
+        self,
+        runner: Runner,
+        facts: DeviceFacts,
+        max_num_seqs: int = 24,
+        seed: int | None = None,
         drafter: Drafter | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.runner = runner
         self.drafter = drafter
         self.accepted = 0  # drafts
@@ -161,10 +172,17 @@ class Driver:
                 array = np.array(tokens, np.int32)
                 new.append(
                     NewRow(
-                        job.slot, "", array, len(job.prompt), job.params, job.seed, job.stop_ids, job.adapter,
+                        job.slot,
+                        "",
+                        array,
+                        len(job.prompt),
+                        job.params,
+                        job.seed,
+                        job.stop_ids,
+                        job.adapter,
                         job.features,
                     )
-                )  # fmt: skip
+                )
             count = min(chunk, len(tokens) - job.computed)
             if self.joins_images:  # no step ends in an image
                 end = job.computed + count
@@ -235,9 +253,11 @@ class Driver:
 def row(rows: LogprobRows, n: int, width: int) -> Row:
     """Row n as plain values."""
     return (
-        float(rows.token_logprobs[n]), int(rows.ranks[n]),
-        rows.top_ids[n, :width].tolist(), rows.top_logprobs[n, :width].tolist(),
-    )  # fmt: skip
+        float(rows.token_logprobs[n]),
+        int(rows.ranks[n]),
+        rows.top_ids[n, :width].tolist(),
+        rows.top_logprobs[n, :width].tolist(),
+    )
 
 
 def masks_of(rows: SamplingMaskRows) -> list[Mask]:

@@ -108,12 +108,19 @@ def bind_kernels(kind: str, *rest: object, **options: object) -> dict[str, str]:
 
 def jobs(adapters: int) -> list[Job]:
     requested: list[dict[str, Any]] = [
-        {"temperature": 0.0}, {"logprobs": 0}, {"logprobs": 7, "temperature": 0.3}, {"top_p": 0.9, "logprobs": 12},
-        {"top_k": 3, "prompt_logprobs": 2}, {"repetition_penalty": 1.2, "min_p": 0.1}, {"frequency_penalty": 1.0},
-        {"logprobs": 3, "logprobs_mode": "temperature"}, {"logprobs": 2, "logprobs_mode": "processed", "top_k": 4},
-        {"logprobs": 1, "logprob_token_ids": [5, 6, 7]}, {"prompt_logprobs": 0, "logit_bias": {3: 1.0}},
+        {"temperature": 0.0},
+        {"logprobs": 0},
+        {"logprobs": 7, "temperature": 0.3},
+        {"top_p": 0.9, "logprobs": 12},
+        {"top_k": 3, "prompt_logprobs": 2},
+        {"repetition_penalty": 1.2, "min_p": 0.1},
+        {"frequency_penalty": 1.0},
+        {"logprobs": 3, "logprobs_mode": "temperature"},
+        {"logprobs": 2, "logprobs_mode": "processed", "top_k": 4},
+        {"logprobs": 1, "logprob_token_ids": [5, 6, 7]},
+        {"prompt_logprobs": 0, "logit_bias": {3: 1.0}},
         {"return_sampling_mask": True, "top_p": 0.8, "logprobs": 1},
-    ]  # fmt: skip
+    ]
     return [
         Job(
             prompt(1 + 23 * i % 190, i),
@@ -142,9 +149,15 @@ def served(options: dict[str, Any]) -> tuple[set[str], set[str]]:
     with tempfile.TemporaryDirectory() as path:
         hf = tiny_config("qwen3", num_hidden_layers=1, vocab_size=5008, max_position_embeddings=4096)
         runner, facts = make_runner(
-            Path(path), hf, max_num_seqs=24, max_model_len=300, block_size=64, dtype="bfloat16",
-            max_num_batched_tokens=256, **options,
-        )  # fmt: skip
+            Path(path),
+            hf,
+            max_num_seqs=24,
+            max_model_len=300,
+            block_size=64,
+            dtype="bfloat16",
+            max_num_batched_tokens=256,
+            **options,
+        )
     start, adapters = set(noted), 2 if "enable_lora" in options else 0
     for job in jobs(adapters):
         Driver(runner, facts).run([job.fresh()])

@@ -54,9 +54,13 @@ def test_the_demo_model_has_the_same_bits_on_all_instruction_sets_of_fma(tmp_pat
     hf, results = hf_config(DEMO_DIR), []
     for name in FMA:
         runner, facts = make_runner(
-            tmp_path / "unused", hf, model=str(DEMO_DIR), load_format="auto", dtype="bfloat16",
+            tmp_path / "unused",
+            hf,
+            model=str(DEMO_DIR),
+            load_format="auto",
+            dtype="bfloat16",
             cpu_kernels=name,
-        )  # fmt: skip
+        )
         requests = jobs()
         for request in requests:
             request.prompt = [token % hf["vocab_size"] for token in request.prompt]

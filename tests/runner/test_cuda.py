@@ -382,8 +382,12 @@ def test_the_largest_bucket_is_the_maximum(most: int) -> None:
 def test_arrays_of_all_kinds_share_one_copy() -> None:
     fake = FakeDevice()
     arrays = [
-        np.arange(5, dtype=np.int32), np.zeros((0, 4), np.int32), np.array([True, False, True]),
-        np.arange(7, dtype=np.int64)[::2], np.array([[1.5, -2.5]], np.float32), np.zeros(0, np.int64),
-    ]  # fmt: skip
+        np.arange(5, dtype=np.int32),
+        np.zeros((0, 4), np.int32),
+        np.array([True, False, True]),
+        np.arange(7, dtype=np.int64)[::2],
+        np.array([[1.5, -2.5]], np.float32),
+        np.zeros(0, np.int64),
+    ]
     assert same_bytes(arrays, fake.put(arrays)) and fake.copies == 1
     assert same_bytes([], fake.put([]))

@@ -43,7 +43,7 @@ from tokserve.rl.deltas import (
     file_pieces,
     max_steps,
     tensors_of,
-)  # fmt: skip
+)
 from tokserve.rl.push import PushedWeights, ServerTensors, sparse_broadcast
 from tokserve.rl.sums import bits_of, change, partial_sum, set_checksum, tensor_sum
 
@@ -255,8 +255,9 @@ def test_a_directory_that_many_servers_follow(tmp_path: Path) -> None:
         full = writer.pushed.tensors if chain.needs_anchor else None
         chain.write((label.version, label.checksum), full, (label, tensors))
     assert sorted(path.name for path in chain.path.glob("*.full.*")) == [
-        "000000.full.safetensors", "000003.full.safetensors"
-    ]  # fmt: skip
+        "000000.full.safetensors",
+        "000003.full.safetensors",
+    ]
     assert read_chain(late, chain.path, None) == (5, True)  # it has version 0: five deltas
     assert read_chain(quantized, chain.path, None) == (3, False)  # an anchor, and two deltas
     late.pushed = quantized.pushed = writer.pushed
@@ -298,8 +299,19 @@ def read_chain(served: Served, directory: Path, version: str | None) -> tuple[in
 
 
 FAULTS = (
-    "none", "missed", "repeated", "cut", "flipped", "base", "steps", "count", "bomb", "killed", "restarted", "nan",
-)  # fmt: skip
+    "none",
+    "missed",
+    "repeated",
+    "cut",
+    "flipped",
+    "base",
+    "steps",
+    "count",
+    "bomb",
+    "killed",
+    "restarted",
+    "nan",
+)
 
 
 def faulty(served: Served, fault: str, generator: random.Random, version: str) -> None:

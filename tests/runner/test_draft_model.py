@@ -29,8 +29,10 @@ Loaded = tuple[Runner, DeviceFacts]
 METHODS: dict[str, dict[str, Any]] = {
     "self-int8": {"spec_method": "self-int8"},
     "self-int4": {"speculative_config": {"method": "self", "quantization": "int4"}},
-    "same": {"spec_model": "same"}, "other": {"spec_model": "other"}, "int8 model": {"spec_model": "same"},
-}  # fmt: skip
+    "same": {"spec_model": "same"},
+    "other": {"spec_model": "other"},
+    "int8 model": {"spec_model": "same"},
+}
 METHODS["int8 model"]["speculative_config"] = {"quantization": "int8", "num_speculative_tokens": 4}
 
 
@@ -72,11 +74,15 @@ def some_drawn(seed: int) -> Callable[[Job], list[int]]:
 @pytest.mark.parametrize(
     ("method", "backend", "dtype"),
     [
-        ("self-int8", "host", "float32"), ("self-int4", "host", "bfloat16"), ("same", "host", "bfloat16"),
-        ("other", "host", "float32"), ("int8 model", "host", "float32"), ("same", "cuda", "float32"),
+        ("self-int8", "host", "float32"),
+        ("self-int4", "host", "bfloat16"),
+        ("same", "host", "bfloat16"),
+        ("other", "host", "float32"),
+        ("int8 model", "host", "float32"),
+        ("same", "cuda", "float32"),
         ("other", "cuda", "float32"),
     ],
-)  # fmt: skip
+)
 def test_drawn_drafts_change_no_bit(loaded: Callable[..., Loaded], method: str, backend: str, dtype: str) -> None:
     alone = [Driver(*loaded(None, backend, dtype)).run([job])[0] for job in jobs()]
     runner, facts = loaded(method, backend, dtype)

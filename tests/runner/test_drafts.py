@@ -100,8 +100,11 @@ def admit(runner: Runner, job: Job, slot: int = 2) -> int:
 
 
 PARAMS: list[dict[str, Any]] = [
-    {"temperature": 0.0}, {}, {"repetition_penalty": 1.5, "frequency_penalty": 0.5}, {"min_tokens": 9, "logprobs": 2},
-]  # fmt: skip
+    {"temperature": 0.0},
+    {},
+    {"repetition_penalty": 1.5, "frequency_penalty": 0.5},
+    {"min_tokens": 9, "logprobs": 2},
+]
 
 
 @pytest.mark.parametrize("options", PARAMS, ids=str)

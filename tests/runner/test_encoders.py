@@ -25,15 +25,21 @@ from tokserve.runner.runner import Runner
 from tokserve.runner.startup import load
 
 SIZES = {
-    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
     "num_labels": 3,
-}  # fmt: skip
+}
 IDS = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
 MODERN = {"local_attention": 16, "norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_bias": True}
 CHANGES: dict[str, dict[str, Any]] = {
-    "Bert": {}, "Roberta": {"max_position_embeddings": 302, **IDS}, "ModernBert": {"classifier_pooling": "mean", **IDS},
+    "Bert": {},
+    "Roberta": {"max_position_embeddings": 302, **IDS},
+    "ModernBert": {"classifier_pooling": "mean", **IDS},
     "XLMRoberta": {"max_position_embeddings": 302, "type_vocab_size": 1, "layer_norm_eps": 1e-5, **IDS},
-}  # fmt: skip
+}
 PROMPTS = [list(range(start, start + length)) for start, length in ((5, 70), (90, 33), (5, 64), (150, 1), (20, 250))]
 SECONDS = [40, -1, 1, -1, 200]  # where the second text of a pair begins
 

@@ -81,9 +81,7 @@ def test_attention_that_differs_between_steps_chunks_and_prompts_is_detected(
 
 def test_latent_attention_that_differs_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     hf = tiny_config("deepseek_v3")
-    model = load(
-        Path(), hf, dtype="float32", head_dtype="auto", load_format="dummy", seed=0, max_model_len=64
-    )  # fmt: skip
+    model = load(Path(), hf, dtype="float32", head_dtype="auto", load_format="dummy", seed=0, max_model_len=64)
     pages = [tuple(torch.zeros(9, *shape) for shape in spec.shapes(16)) for spec in model.kv_specs()]
     assert exactness.unequal_attention(model, pages) == []
     attend = ops.latent_attention

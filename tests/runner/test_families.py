@@ -52,12 +52,17 @@ def test_cache_batch_depth_and_preemption_change_no_bit(family: str, tmp_path: P
     assert tight == known and preempted
 
 
-ADAPTED = {"phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], "starcoder2": ["k_proj", "c_fc", "c_proj"],
-           "granitemoehybrid": ["v_proj", "input_linear", "output_linear"], "glm4": ["q_proj", "gate_up_proj"],
-           "cohere": ["q_proj", "up_proj"], "lfm2": ["in_proj", "out_proj", "k_proj", "w2"],
-           "qwen3_5_text": ["in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj"],
-           "olmo2": ["q_proj", "k_proj", "o_proj"],
-           "minicpm3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]}  # fmt: skip
+ADAPTED = {
+    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "starcoder2": ["k_proj", "c_fc", "c_proj"],
+    "granitemoehybrid": ["v_proj", "input_linear", "output_linear"],
+    "glm4": ["q_proj", "gate_up_proj"],
+    "cohere": ["q_proj", "up_proj"],
+    "lfm2": ["in_proj", "out_proj", "k_proj", "w2"],
+    "qwen3_5_text": ["in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj"],
+    "olmo2": ["q_proj", "k_proj", "o_proj"],
+    "minicpm3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+}
 
 
 @pytest.mark.parametrize(
@@ -78,10 +83,13 @@ def test_adapters_target_the_tensors_of_the_checkpoint(family: str, tmp_path: Pa
 
 
 ROUTED_BY_BUFFERS = {
-    "glm4_moe": "mlp.gate.e_score_correction_bias", "deepseek_v3": "mlp.gate.e_score_correction_bias",
-    "glm4_moe_lite": "mlp.gate.e_score_correction_bias", "dots1": "mlp.gate.e_score_correction_bias",
-    "minimax_m2": "mlp.e_score_correction_bias", "lfm2_moe": "feed_forward.expert_bias",
-}  # fmt: skip
+    "glm4_moe": "mlp.gate.e_score_correction_bias",
+    "deepseek_v3": "mlp.gate.e_score_correction_bias",
+    "glm4_moe_lite": "mlp.gate.e_score_correction_bias",
+    "dots1": "mlp.gate.e_score_correction_bias",
+    "minimax_m2": "mlp.e_score_correction_bias",
+    "lfm2_moe": "feed_forward.expert_bias",
+}
 
 
 @pytest.mark.parametrize(
@@ -101,8 +109,16 @@ def test_a_module_of_transformers_is_a_whole_update(family: str, tmp_path: Path)
 
 
 LATER = {  # families whose tensors are named as those of others
-    "olmoe", "flex_olmo", "dots1", "hunyuan_v1_moe", "granitemoe", "deepseek_v2", "glm4_moe_lite", "minicpm3", "youtu",
-}  # fmt: skip
+    "olmoe",
+    "flex_olmo",
+    "dots1",
+    "hunyuan_v1_moe",
+    "granitemoe",
+    "deepseek_v2",
+    "glm4_moe_lite",
+    "minicpm3",
+    "youtu",
+}
 
 
 @pytest.mark.parametrize(

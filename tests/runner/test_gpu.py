@@ -30,9 +30,13 @@ pytestmark = [
     needs.GPU.skips(),
 ]
 BIG = {  # the shapes of Qwen3-0.6B, four layers of it
-    "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
-    "head_dim": 128, "num_hidden_layers": 4,
-}  # fmt: skip
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_hidden_layers": 4,
+}
 Loaded = tuple[Runner, DeviceFacts]
 
 
@@ -65,9 +69,13 @@ def test_graphs_of_long_prompts_change_no_bit(tmp_path: Path) -> None:
     results = []
     for eager in (False, True):
         runner, facts = gpu(
-            tmp_path, tiny_config("qwen3") | BIG | {"max_position_embeddings": 4096}, dtype="bfloat16",
-            enforce_eager=eager, max_model_len=2200, max_num_batched_tokens=2200,
-        )  # fmt: skip
+            tmp_path,
+            tiny_config("qwen3") | BIG | {"max_position_embeddings": 4096},
+            dtype="bfloat16",
+            enforce_eager=eager,
+            max_model_len=2200,
+            max_num_batched_tokens=2200,
+        )
         params = SamplingParams(max_tokens=4, prompt_logprobs=0)
         requests = [Job(prompt(length, length), params) for length in (600, 1024, 1025, 2048)]
         results.append(outcomes([Driver(runner, facts).run([job])[0] for job in requests]))
@@ -145,9 +153,7 @@ def test_scoring_gives_the_logprobs_of_decoding(tmp_path: Path) -> None:
 def test_adapters_in_one_batch_change_no_bit(tmp_path: Path, dtype: str, eager: bool) -> None:
     hf = tiny_config("qwen3") | BIG
     base = write_checkpoint(tmp_path / "base", hf)
-    runner, facts = gpu(
-        base, hf, dtype=dtype, enforce_eager=eager, load_format="auto", enable_lora=True, max_loras=3
-    )  # fmt: skip
+    runner, facts = gpu(base, hf, dtype=dtype, enforce_eager=eager, load_format="auto", enable_lora=True, max_loras=3)
     for slot, rank in enumerate((4, 7, 16)):
         load(runner, slot, write_adapter(tmp_path / str(slot), base, rank=rank, seed=slot))
     alone = outcomes([Driver(runner, facts).run([job])[0] for job in adapter_jobs()])

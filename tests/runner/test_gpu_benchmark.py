@@ -30,10 +30,18 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Any:
     spec.loader.exec_module(module)
     small = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     for name, value in (
-        ("SHAPES", {"8B": small}), ("VOCAB", 96), ("HEAD_DIM", 16), ("CONTEXT", 20), ("PROMPT", 5), ("LONG", 64),
-        ("STEPS", 3), ("WARM", 1), ("median_seconds", lambda run: run() is None or 1e-3),
-        ("sampling_seconds", lambda rows: (1e-3, 1e-3)), ("few_values", Values()),
-    ):  # fmt: skip
+        ("SHAPES", {"8B": small}),
+        ("VOCAB", 96),
+        ("HEAD_DIM", 16),
+        ("CONTEXT", 20),
+        ("PROMPT", 5),
+        ("LONG", 64),
+        ("STEPS", 3),
+        ("WARM", 1),
+        ("median_seconds", lambda run: run() is None or 1e-3),
+        ("sampling_seconds", lambda rows: (1e-3, 1e-3)),
+        ("few_values", Values()),
+    ):
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(dummy, "values", dummy.values)
     for name in [*OPS, "torch_device"]:

@@ -44,17 +44,26 @@ def probe(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def small(probe: Any) -> Any:
     return probe.Shapes(
-        products=((40, 100),), rows=(1, 20), heads=(2, 1, 16), contexts=((1, 70), (2, 70)), prompt=70, vocabulary=300,
+        products=((40, 100),),
+        rows=(1, 20),
+        heads=(2, 1, 16),
+        contexts=((1, 70), (2, 70)),
+        prompt=70,
+        vocabulary=300,
         dtype=torch.float16,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow
 def test_without_a_gpu_the_probe_reports_it() -> None:
     done = subprocess.run(
-        [sys.executable, str(PROGRAM)], capture_output=True, text=True, check=True, timeout=120,
+        [sys.executable, str(PROGRAM)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
         env=os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    )
     assert done.stdout == "no GPU: nothing was asked\n"
 
 

@@ -74,10 +74,11 @@ def test_snapshots_drafts_depth_and_preemption_change_no_bit(family: str, tmp_pa
     known = run(alone, turns=2)
     tokens = {rid: result[0] for rid, result in known.items()}
     variants: list[dict[str, Any]] = [
-        {"depth": 1, "state_snapshot_interval": 16}, {"depth": 2, "state_snapshot_interval": 32},
+        {"depth": 1, "state_snapshot_interval": 16},
+        {"depth": 2, "state_snapshot_interval": 32},
         {"depth": 1, "kv_cache_memory_bytes": 20 * 16 * 2 * 2 * 16 * 2, "state_snapshot_interval": 16},
         {"depth": 2, "state_snapshot_interval": 16, "max_num_batched_tokens": 11, "max_chunk": 7, "cpu_threads": 2},
-    ]  # fmt: skip
+    ]
     hits = drafted = 0
     for number, options in enumerate(variants):
         engine = engine_of(tmp_path / f"v{number}", family, Guesses(tokens, number), **options)

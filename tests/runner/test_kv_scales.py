@@ -48,9 +48,16 @@ def start(directory: Path, **options: Any) -> tuple[Runner, DeviceFacts, FakeDev
         patch.setattr(device, "use", lambda kind: fake)
         patch.setattr(CudaBackend, "warm_ups", CudaBackend.warm_ups[:1])
         runner, facts = make_runner(
-            directory, HF, ops={"*": "torch"}, load_format="auto", dtype="bfloat16", kv_cache_memory_bytes=1 << 20,
-            max_num_seqs=8, max_num_batched_tokens=64, **({"kv_cache_dtype": "fp8"} | options),
-        )  # fmt: skip
+            directory,
+            HF,
+            ops={"*": "torch"},
+            load_format="auto",
+            dtype="bfloat16",
+            kv_cache_memory_bytes=1 << 20,
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            **({"kv_cache_dtype": "fp8"} | options),
+        )
     return runner, facts, fake
 
 

@@ -41,10 +41,16 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
         write_adapter(root / "all", base, rank=4, seed=1),
         write_adapter(root / "some", base, rank=7, seed=2, targets=["q_proj", "v_proj", "up_proj"], use_rslora=True),
         write_adapter(
-            root / "large", base, rank=16, seed=3, alpha=20, dtype=torch.bfloat16, rank_pattern={"o_proj": 3},
+            root / "large",
+            base,
+            rank=16,
+            seed=3,
+            alpha=20,
+            dtype=torch.bfloat16,
+            rank_pattern={"o_proj": 3},
             alpha_pattern={"gate_proj": 9.0},
         ),
-    ]  # fmt: skip
+    ]
 
 
 def load(runner: Runner, slot: int, directory: Path) -> None:
@@ -62,16 +68,20 @@ def loaded(base: Path, adapters: list[Path], **options: Any) -> Loaded:
 def jobs(adapters: bool = True) -> list[Job]:
     """Eight requests, two for each adapter and two for none."""
     requested: list[dict[str, Any]] = [
-        {"temperature": 0.0, "logprobs": 2}, {"logprobs": 0, "prompt_logprobs": 1},
-        {"temperature": 0.7, "top_k": 40, "logprobs": 1}, {"prompt_logprobs": 0, "temperature": 0.0},
-    ]  # fmt: skip
+        {"temperature": 0.0, "logprobs": 2},
+        {"logprobs": 0, "prompt_logprobs": 1},
+        {"temperature": 0.7, "top_k": 40, "logprobs": 1},
+        {"prompt_logprobs": 0, "temperature": 0.0},
+    ]
     return [
         Job(
-            prompt([21, 1, 40, 17][i // 2], i // 4), SamplingParams(max_tokens=7 + i, **requested[i % 4]), i,
+            prompt([21, 1, 40, 17][i // 2], i // 4),
+            SamplingParams(max_tokens=7 + i, **requested[i % 4]),
+            i,
             adapter=i % 4 - 1 if adapters else -1,
         )
         for i in range(8)
-    ]  # fmt: skip
+    ]
 
 
 def scores(runner: Runner, facts: DeviceFacts, ids: list[int], adapter: int) -> torch.Tensor:

@@ -115,8 +115,9 @@ def test_a_vector_that_is_not_finite_is_flagged(
     assert result.status.tolist() == [NOT_FINITE]
 
 
-@pytest.mark.parametrize(("family", "kind"), [("qwen3", "Qwen3Model"), ("gemma3_text", "Gemma3TextModel"),
-                                              ("phi3", "Phi3Model")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "kind"), [("qwen3", "Qwen3Model"), ("gemma3_text", "Gemma3TextModel"), ("phi3", "Phi3Model")]
+)
 def test_a_checkpoint_without_a_head(tmp_path: Path, family: str, kind: str) -> None:
     """transformers' AutoModel saves it so: the architecture has no head, names have no prefix.  Released embedding
     models may have such tensors and the architecture of the model that generates."""

@@ -287,10 +287,18 @@ def test_a_row_with_nothing_left_is_reported() -> None:
 
 def test_a_slot_keeps_no_parameters_of_its_last_request() -> None:
     everything: dict[str, Any] = {
-        "temperature": 0.5, "top_k": 2, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 9,
-        "stop_ids": (1,), "logit_bias": {1: 1.0}, "allowed_token_ids": [1, 2, 3], "bad_token_ids": [2],
+        "temperature": 0.5,
+        "top_k": 2,
+        "top_p": 0.5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "min_tokens": 9,
+        "stop_ids": (1,),
+        "logit_bias": {1: 1.0},
+        "allowed_token_ids": [1, 2, 3],
+        "bad_token_ids": [2],
         "bad_token_sequences": [[2, 1]],
-    }  # fmt: skip
+    }
     pipeline, slots = make_pipeline(everything)
     row = NewRow(0, "", np.array(PROMPT, np.int32), 4, SamplingParams(), 0, ())
     slots.assign(row)

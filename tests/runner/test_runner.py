@@ -48,15 +48,41 @@ def jobs() -> list[Job]:
     requested: list[dict[str, Any]] = [
         {"temperature": 0.0, "logprobs": 3},
         {"logprobs": 0},
-        {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "logprobs": 5, "logprobs_mode": "processed",
-         "prompt_logprobs": 4},
-        {"temperature": 1.3, "logprobs": 2, "logprob_token_ids": [5, 9], "logprobs_mode": "temperature",
-         "prompt_logprobs": 0, "prompt_logprobs_start": 7},
-        {"temperature": 0.9, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2,
-         "logprobs": 3, "logprobs_mode": "processed", "prompt_logprobs": 1},
+        {
+            "temperature": 0.7,
+            "top_k": 40,
+            "top_p": 0.9,
+            "min_p": 0.01,
+            "logprobs": 5,
+            "logprobs_mode": "processed",
+            "prompt_logprobs": 4,
+        },
+        {
+            "temperature": 1.3,
+            "logprobs": 2,
+            "logprob_token_ids": [5, 9],
+            "logprobs_mode": "temperature",
+            "prompt_logprobs": 0,
+            "prompt_logprobs_start": 7,
+        },
+        {
+            "temperature": 0.9,
+            "repetition_penalty": 1.3,
+            "presence_penalty": 0.4,
+            "frequency_penalty": 0.2,
+            "logprobs": 3,
+            "logprobs_mode": "processed",
+            "prompt_logprobs": 1,
+        },
         {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "logprobs": 1},
-        {"allowed_token_ids": few, "bad_token_sequences": [[30, 31], [32, 33, 34], [35]], "min_tokens": 6,
-         "logit_bias": {31: 1.0}, "logprobs": 4, "logprobs_mode": "processed"},
+        {
+            "allowed_token_ids": few,
+            "bad_token_sequences": [[30, 31], [32, 33, 34], [35]],
+            "min_tokens": 6,
+            "logit_bias": {31: 1.0},
+            "logprobs": 4,
+            "logprobs_mode": "processed",
+        },
         {"logprob_token_ids": [1, 2, 3]},
         {},
         {"top_p": 0.5, "logprobs": 1},
@@ -67,7 +93,7 @@ def jobs() -> list[Job]:
         {"frequency_penalty": 2.0, "logprobs": 1, "logprobs_mode": "temperature"},
         {"temperature": 0.0},
         {"temperature": 0.5, "prompt_logprobs": 1, "prompt_logprobs_start": 30, "logprobs": 1},
-    ]  # fmt: skip
+    ]
     for i, options in enumerate(requested):
         if i % 3:
             options["return_sampling_mask"] = True

@@ -100,11 +100,20 @@ DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "min_tokens_reached": {"min_tokens": 4},
     "filters": {"temperature": 1.3, "top_k": 12, "top_p": 0.9, "min_p": 0.05},
     "all": {
-        "temperature": 0.9, "top_k": 10, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.2,
-        "frequency_penalty": 0.3, "presence_penalty": 0.2, "logit_bias": {1: 1.0, 5: 2.0}, "bad_token_ids": [13],
-        "bad_token_sequences": [[1, 4]], "min_tokens": 9, "allowed_token_ids": list(range(20)),
+        "temperature": 0.9,
+        "top_k": 10,
+        "top_p": 0.95,
+        "min_p": 0.02,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.3,
+        "presence_penalty": 0.2,
+        "logit_bias": {1: 1.0, 5: 2.0},
+        "bad_token_ids": [13],
+        "bad_token_sequences": [[1, 4]],
+        "min_tokens": 9,
+        "allowed_token_ids": list(range(20)),
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)

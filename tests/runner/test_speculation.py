@@ -17,18 +17,28 @@ from tokserve.protocol.params import RepetitionDetection
 from tokserve.protocol.prompt import pack_ids
 
 OPTIONS: list[dict[str, Any]] = [
-    {}, {"temperature": 0.0}, {"temperature": 0.0, "logprobs": 2}, {"temperature": 0.3, "top_k": 5},
-    {"temperature": 0.5, "top_p": 0.8, "logprobs": 1, "logprobs_mode": "processed"}, {"min_p": 0.1, "temperature": 0.6},
-    {"temperature": 0.4, "repetition_penalty": 1.3}, {"temperature": 0.2, "frequency_penalty": 0.6, "logprobs": 0},
-    {"temperature": 0.0, "presence_penalty": 1.0}, {"temperature": 0.0, "logit_bias": {7: 4.0, 9: -3.0}},
-    {"temperature": 0.3, "allowed_token_ids": [3, 4, 5, 6]}, {"temperature": 0.0, "bad_token_ids": [5, 6]},
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.3, "top_k": 5},
+    {"temperature": 0.5, "top_p": 0.8, "logprobs": 1, "logprobs_mode": "processed"},
+    {"min_p": 0.1, "temperature": 0.6},
+    {"temperature": 0.4, "repetition_penalty": 1.3},
+    {"temperature": 0.2, "frequency_penalty": 0.6, "logprobs": 0},
+    {"temperature": 0.0, "presence_penalty": 1.0},
+    {"temperature": 0.0, "logit_bias": {7: 4.0, 9: -3.0}},
+    {"temperature": 0.3, "allowed_token_ids": [3, 4, 5, 6]},
+    {"temperature": 0.0, "bad_token_ids": [5, 6]},
     {"temperature": 0.0, "bad_token_sequences": [[3, 4], [9, 9, 9]], "logprobs": 1},
-    {"temperature": 0.0, "no_repeat_ngram_size": 3}, {"temperature": 0.0, "min_tokens": 9, "stop_token_ids": [4, 5]},
-    {"temperature": 0.2, "stop_token_sequences": [[4], [8, 9]]}, {"temperature": 0.0, "logprob_token_ids": [3, 8]},
+    {"temperature": 0.0, "no_repeat_ngram_size": 3},
+    {"temperature": 0.0, "min_tokens": 9, "stop_token_ids": [4, 5]},
+    {"temperature": 0.2, "stop_token_sequences": [[4], [8, 9]]},
+    {"temperature": 0.0, "logprob_token_ids": [3, 8]},
     {"temperature": 0.0, "repetition_detection": RepetitionDetection(max_pattern_size=4, min_count=3)},
     {"temperature": 0.7, "prompt_logprobs": 1, "logprobs": 2, "logprobs_mode": "temperature"},
-    {"temperature": 1.0, "allowed_token_ids": [3, 4]}, {"temperature": 2.0},
-]  # fmt: skip
+    {"temperature": 1.0, "allowed_token_ids": [3, 4]},
+    {"temperature": 2.0},
+]
 
 
 class Case(msgspec.Struct):
@@ -64,29 +74,45 @@ def drafts_for(output: Sequence[int], rng: random.Random) -> list[int]:
     garbage = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 60))]
     return rng.choice(
         [
-            out, out[:cut], [(token + 1) % VOCAB for token in out], out[:cut] + garbage, out[cut:], [*garbage, *out],
-            out[:cut] + out[cut + 1 :], out[:cut] + garbage[:1] + out[cut + 1 :], garbage, out * 9, [],
+            out,
+            out[:cut],
+            [(token + 1) % VOCAB for token in out],
+            out[:cut] + garbage,
+            out[cut:],
+            [*garbage, *out],
+            out[:cut] + out[cut + 1 :],
+            out[:cut] + garbage[:1] + out[cut + 1 :],
+            garbage,
+            out * 9,
+            [],
         ]
-    )  # fmt: skip
+    )
 
 
 def outcomes(engine: RealEngine) -> dict[str, Any]:
     return {
         rid: (
-            output.tokens, output.logprobs, output.prompt_logprobs,
+            output.tokens,
+            output.logprobs,
+            output.prompt_logprobs,
             output.finish and (output.finish.reason, output.finish.detail, output.finish.stop, output.finish.message),
         )
         for rid, output in engine.received.items()
-    }  # fmt: skip
+    }
 
 
 def serve(engine: RealEngine, requests: Sequence[Case], drafts: Sequence[Sequence[int]], rng: random.Random) -> Any:
     """Run all, a few at a time; returns what they say."""
     for index, (case, ids) in enumerate(zip(requests, drafts, strict=True)):
         request = engine.make(
-            f"r{index}", case.prompt, seed=case.seed, draft_group=case.group, cache_salt=case.salt,
-            stream=rng.random() < 0.5, **case.params,
-        )  # fmt: skip
+            f"r{index}",
+            case.prompt,
+            seed=case.seed,
+            draft_group=case.group,
+            cache_salt=case.salt,
+            stream=rng.random() < 0.5,
+            **case.params,
+        )
         request = msgspec.structs.replace(request, drafts=pack_ids(ids))
         engine.core.receive(b"A", Submit(7, request.request_id, [request]))
         engine.steps(rng.randrange(12))
@@ -110,8 +136,10 @@ def crossed(directory: Path, seed: int, count: int, model: dict[str, Any] | None
     method = rng.choice(["suffix", "suffix", "ngram", "prediction"])
     outputs, stats = serve(
         RealEngine(directory, spec_method=method, spec_tokens=rng.choice([None, 1, 5]), **eos, **options),
-        requests, drafts, random.Random(3),
-    )  # fmt: skip
+        requests,
+        drafts,
+        random.Random(3),
+    )
     assert outputs == expected
     assert stats.draft_tokens > count // 5 and sum(stats.accepted_by_position) > count // 20
     assert sum(stats.accepted_by_position) <= stats.draft_tokens

@@ -35,7 +35,8 @@ SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"},"b":{"enum":["x"
 # a form that begins after free text
 AFTER_THOUGHTS = f'start: /[^<]{{0,9}}/ "</t>" answer\nanswer: %json {SCHEMA}'
 MORE: list[dict[str, Any]] = [
-    {"return_sampling_mask": True, "top_k": 7, "temperature": 0.8}, {"logprobs": 2, "temperature": 1.0},
+    {"return_sampling_mask": True, "top_k": 7, "temperature": 0.8},
+    {"logprobs": 2, "temperature": 1.0},
     {"return_sampling_mask": True, "top_p": 0.9, "temperature": 1.2, "logprobs": 1},
     {"temperature": 1.4, "min_p": 0.05},
     {"structured_outputs": StructuredOutputs(regex="[ab]{3,12}x?"), "temperature": 1.0, "logprobs": 1},
@@ -43,17 +44,26 @@ MORE: list[dict[str, Any]] = [
     {"structured_outputs": StructuredOutputs(choice=["stone", "enots", "tones"]), "temperature": 1.1},
     {"structured_outputs": StructuredOutputs(regex="[a-z ]+"), "temperature": 0.7, "frequency_penalty": 0.5},
     {"structured_outputs": StructuredOutputs(grammar=AFTER_THOUGHTS), "temperature": 0.8, "logprobs": 1},
-]  # fmt: skip
+]
 SOURCES: list[dict[str, Any]] = [
-    {"spec_method": "suffix"}, {"spec_method": "suffix"}, {"spec_method": "ngram", "spec_tokens": 3},
-    {"spec_method": "prediction"}, {"spec_method": "self-int8"}, {"spec_method": "self-int4", "spec_tokens": 5},
-    {"spec_model": "demo", "spec_method": None}, {"spec_model": "small", "spec_method": None},
+    {"spec_method": "suffix"},
+    {"spec_method": "suffix"},
+    {"spec_method": "ngram", "spec_tokens": 3},
+    {"spec_method": "prediction"},
+    {"spec_method": "self-int8"},
+    {"spec_method": "self-int4", "spec_tokens": 5},
+    {"spec_model": "demo", "spec_method": None},
+    {"spec_model": "small", "spec_method": None},
     {"spec_model": "demo", "spec_method": None, "speculative_config": {"quantization": "int8"}},
-]  # fmt: skip
+]
 ENGINES: list[dict[str, Any]] = [
-    {}, {"depth": 2}, {"max_num_batched_tokens": 16, "max_num_seqs": 3}, {"kv_cache_memory_bytes": 40 * 1024 * 16},
-    {"depth": 2, "kv_cache_memory_bytes": 40 * 1024 * 16, "enable_prefix_caching": False}, {"enforce_eager": True},
-]  # fmt: skip
+    {},
+    {"depth": 2},
+    {"max_num_batched_tokens": 16, "max_num_seqs": 3},
+    {"kv_cache_memory_bytes": 40 * 1024 * 16},
+    {"depth": 2, "kv_cache_memory_bytes": 40 * 1024 * 16, "enable_prefix_caching": False},
+    {"enforce_eager": True},
+]
 
 
 class Case(msgspec.Struct):
@@ -86,10 +96,15 @@ def cases(rng: random.Random, count: int) -> list[Case]:
             params["ignore_eos"] = False
         drawn.append(
             Case(
-                prompt, params, seeds, rng.choice(["", "", "", "one", "two"]), rng.choice([None, None, "a"]),
-                rng.choice([None, None, "s"]), rng.choice([None] * 7 + [1, 4]),
+                prompt,
+                params,
+                seeds,
+                rng.choice(["", "", "", "one", "two"]),
+                rng.choice([None, None, "a"]),
+                rng.choice([None, None, "s"]),
+                rng.choice([None] * 7 + [1, 4]),
             )
-        )  # fmt: skip
+        )
     return drawn
 
 
@@ -101,9 +116,13 @@ class Server(RealEngine):
             options["spec_model"] = str(DEMO_DIR if options["spec_model"] == "demo" else root / "small")
         self.masks: dict[str, list[Any]] = {}
         defaults = {
-            "model": str(DEMO_DIR), "load_format": "auto", "eos_token_ids": [287], "enable_lora": True, "max_loras": 2,
+            "model": str(DEMO_DIR),
+            "load_format": "auto",
+            "eos_token_ids": [287],
+            "enable_lora": True,
+            "max_loras": 2,
             "lora_modules": [f"one={root / 'one'}", f"two={root / 'two'}"],
-        }  # fmt: skip
+        }
         super().__init__(root / "unused", **(defaults | options))
 
     def _emit(self, identity: bytes, message: FromEngine) -> None:
@@ -143,15 +162,21 @@ class Server(RealEngine):
         assert finish is not None
         masks = [b"".join(parts) for parts in zip(*self.masks.get(rid, []), strict=True)]
         return (
-            received.tokens, received.logprobs, received.prompt_logprobs, masks,
+            received.tokens,
+            received.logprobs,
+            received.prompt_logprobs,
+            masks,
             (finish.reason, finish.detail, finish.stop, finish.message),
-        )  # fmt: skip
+        )
 
 
 def serve(
-    server: Server, rounds: Sequence[Sequence[Case]], drafts: dict[str, list[int]], rng: random.Random,
+    server: Server,
+    rounds: Sequence[Sequence[Case]],
+    drafts: dict[str, list[int]],
+    rng: random.Random,
     weights: Sequence[Path],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The rounds one after the other, each with other weights; returns what each choice says."""
     outputs: dict[str, Any] = {}
     for number, submissions in enumerate(rounds):
@@ -162,13 +187,19 @@ def serve(
             choices = [
                 msgspec.structs.replace(
                     server.make(
-                        f"{key}.{n}", case.prompt, seed=seed, adapter=case.adapter, draft_group=case.group,
-                        cache_salt=case.salt, stream=rng.random() < 0.5, **case.params,
+                        f"{key}.{n}",
+                        case.prompt,
+                        seed=seed,
+                        adapter=case.adapter,
+                        draft_group=case.group,
+                        cache_salt=case.salt,
+                        stream=rng.random() < 0.5,
+                        **case.params,
                     ),
                     drafts=pack_ids(drafts.get(f"{key}.{n}", [])),
                 )
                 for n, seed in enumerate(case.seeds)
-            ]  # fmt: skip
+            ]
             rids += [choice.request_id for choice in choices]
             server.core.receive(b"A", Submit(7, key, choices))
             if case.abort_after is not None:

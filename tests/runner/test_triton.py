@@ -111,11 +111,13 @@ def test_what_is_recorded_is_launches_and_not_lines() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"kv_cache_dtype": "fp8", "quantization": "fp8"}, {"enable_lora": True, "max_loras": 2},
-        {"quantization": "int4", "quantization_group_size": 32}, {"quantization": "int8", "quantize_lm_head": True},
+        {"kv_cache_dtype": "fp8", "quantization": "fp8"},
+        {"enable_lora": True, "max_loras": 2},
+        {"quantization": "int4", "quantization_group_size": 32},
+        {"quantization": "int8", "quantize_lm_head": True},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_recorded_step_has_the_bits_of_one_that_is_launched(
     tmp_path: Path, kernels: None, options: dict[str, object]
 ) -> None:
@@ -151,9 +153,14 @@ def test_a_recorded_step_has_the_bits_of_one_that_is_launched(
 def test_the_start_compiles_all_that_serving_needs(options: dict[str, object]) -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.runner.served_variants", json.dumps(options)], cwd=root, capture_output=True,
-        text=True, check=False, timeout=240, env=os.environ | {"TRITON_INTERPRET": "0"},
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.runner.served_variants", json.dumps(options)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     actual = json.loads(done.stdout)
     assert actual["serving"] == []

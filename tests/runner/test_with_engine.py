@@ -25,10 +25,15 @@ from tokserve.runner import device
 
 VOCAB = 320
 KINDS: list[dict[str, Any]] = [
-    {"temperature": 0.0, "logprobs": 2}, {"logprobs": 1}, {"repetition_penalty": 1.3, "frequency_penalty": 0.3},
-    {"min_tokens": 12, "logprobs": 0}, {"prompt_logprobs": 1, "temperature": 0.7}, {"top_k": 20, "logprobs": 2},
-    {"bad_token_sequences": [[3, 4], [7]], "logprobs": 1}, {"frequency_penalty": 1.0, "max_tokens": 3},
-]  # fmt: skip
+    {"temperature": 0.0, "logprobs": 2},
+    {"logprobs": 1},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.3},
+    {"min_tokens": 12, "logprobs": 0},
+    {"prompt_logprobs": 1, "temperature": 0.7},
+    {"top_k": 20, "logprobs": 2},
+    {"bad_token_sequences": [[3, 4], [7]], "logprobs": 1},
+    {"frequency_penalty": 1.0, "max_tokens": 3},
+]
 
 
 class RealEngine(Engine):
@@ -38,16 +43,22 @@ class RealEngine(Engine):
         directory.mkdir(exist_ok=True)
         (directory / "config.json").write_text(json.dumps(tiny_config("qwen3")))
         defaults = {
-            "model": str(directory), "load_format": "dummy", "max_model_len": 128, "max_num_seqs": 6, "device": "cpu",
-            "block_size": 16, "cpu_threads": 1, "dtype": "bfloat16", "max_num_batched_tokens": 48, "eos_token_ids": [],
+            "model": str(directory),
+            "load_format": "dummy",
+            "max_model_len": 128,
+            "max_num_seqs": 6,
+            "device": "cpu",
+            "block_size": 16,
+            "cpu_threads": 1,
+            "dtype": "bfloat16",
+            "max_num_batched_tokens": 48,
+            "eos_token_ids": [],
             "spec_method": "none",
-        }  # fmt: skip
+        }
         self.config = Config.make(**(defaults | options))
         self.real = InlineExecutor(self.config)
         self.clock = Clock()
-        self.core = EngineCore(
-            self.config, self.real, self.real.start(), self._emit, self.clock, lambda: None, drafter
-        )  # fmt: skip
+        self.core = EngineCore(self.config, self.real, self.real.start(), self._emit, self.clock, lambda: None, drafter)
         self.received, self.requests, self.owners = {}, {}, {}
         self.messages, self.submit_replies, self.loads = [], [], {}
 
@@ -104,8 +115,11 @@ def test_drafts_change_no_output(
         monkeypatch.setattr(device, "use", lambda kind: FakeDevice())
     drafter = SomeRight(known, 0.3)
     engine = RealEngine(
-        tmp_path / "model", drafter, depth=depth, kv_cache_memory_bytes=blocks * 16 * 3 * 2 * 2 * 16 * 2,
-    )  # fmt: skip
+        tmp_path / "model",
+        drafter,
+        depth=depth,
+        kv_cache_memory_bytes=blocks * 16 * 3 * 2 * 2 * 16 * 2,
+    )
     assert engine.run_all() == known
     assert drafter.proposed > (100 if (depth, blocks) == (1, 40) else 0)
     assert (engine.stats.preemptions > 0) == ((depth, blocks) == (2, 18))

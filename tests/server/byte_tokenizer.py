@@ -11,7 +11,7 @@ EOS = 0
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
     "{% if add_generation_prompt %}{{ name | default('assistant') }}:{% endif %}"
-)  # fmt: skip
+)
 
 
 def byte_tokenizer() -> Tokenizer:

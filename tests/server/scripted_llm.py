@@ -116,9 +116,13 @@ class EngineLink:
     """
 
     def __init__(
-        self, config: Config, deliver: Callable[[FromEngine], None], drained: Callable[[], None], script: Script,
+        self,
+        config: Config,
+        deliver: Callable[[FromEngine], None],
+        drained: Callable[[], None],
+        script: Script,
         vocab_size: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.script = script
         self.fails: Callable[[int], bool] = lambda index: False
         self.hold = False
@@ -219,9 +223,12 @@ class EngineLink:
 def without_grammars(message: Submit) -> Submit:
     """The same requests; a script says what it says, whatever the grammar."""
     replace = msgspec.structs.replace
-    return replace(message, requests=[
-        replace(request, task=replace(request.task, structured_outputs=None)) for request in message.requests
-    ])  # fmt: skip
+    return replace(
+        message,
+        requests=[
+            replace(request, task=replace(request.task, structured_outputs=None)) for request in message.requests
+        ],
+    )
 
 
 class SubmittedPrompt(NamedTuple):

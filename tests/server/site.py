@@ -117,10 +117,19 @@ class Caller:
         self._incoming = deque(raw[i * size : (i + 1) * size] for i in range(chunks))
         names = {"content-type": "application/json"} | (headers or {})
         self.scope: dict[str, Any] = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path,
-            "raw_path": path.encode(), "root_path": "", "query_string": b"", "scheme": "http",
-            "headers": [(k.encode(), v.encode()) for k, v in names.items()], "client": ("a", 1), "server": ("b", 2),
-        }  # fmt: skip
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "scheme": "http",
+            "headers": [(k.encode(), v.encode()) for k, v in names.items()],
+            "client": ("a", 1),
+            "server": ("b", 2),
+        }
         self.site = site
         self.status: int | None = None
         self.headers: dict[str, str] = {}

@@ -52,8 +52,9 @@ def test_an_abort_is_acknowledged_by_the_id_as_given(route: str) -> None:
         a, b = await begin(s, "a"), await begin(s, "b")
         answer = await client.post(route, json={"request_ids": ["generate-tokens-a", "b", "nobody"]})
         assert answer.json() == {
-            "aborted": 2, "results": {"generate-tokens-a": "aborted", "b": "aborted", "nobody": "not_found"},
-        }  # fmt: skip
+            "aborted": 2,
+            "results": {"generate-tokens-a": "aborted", "b": "aborted", "nobody": "not_found"},
+        }
         await asyncio.gather(a.task, b.task)
         again = await client.post(route, json={"request_ids": ["a"]})
         assert again.json() == {"aborted": 0, "results": {"a": "finished"}}
@@ -246,16 +247,21 @@ def test_a_request_whose_text_is_being_tokenized(monkeypatch: pytest.MonkeyPatch
 
 
 CHAT = {
-    "messages": [{"role": "user", "content": "a"}], "model": "tiny", "max_tokens": 4,
+    "messages": [{"role": "user", "content": "a"}],
+    "model": "tiny",
+    "max_tokens": 4,
     "chat_template_kwargs": {"unused": "a" * 50_000},  # enough for a thread
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [("/v1/completions/render", {"prompt": ["a"] * 200}), ("/v1/chat/completions/render", CHAT),
-     ("/v1/messages/render", CHAT)],
-)  # fmt: skip
+    [
+        ("/v1/completions/render", {"prompt": ["a"] * 200}),
+        ("/v1/chat/completions/render", CHAT),
+        ("/v1/messages/render", CHAT),
+    ],
+)
 def test_a_rendering_is_not_aborted(monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]) -> None:
     async def scene(s: Site, client: httpx.AsyncClient) -> None:
         began, go_on = threading.Event(), threading.Event()

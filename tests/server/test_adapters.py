@@ -88,12 +88,18 @@ def test_load_and_unload_answer_and_name_what_is_wrong() -> None:
     s = with_adapters()
     answer = s.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/p"})
     assert answer.json() == {
-        "success": True, "message": "Success: LoRA adapter 'a' loaded", "lora_name": "a", "lora_path": "/p",
+        "success": True,
+        "message": "Success: LoRA adapter 'a' loaded",
+        "lora_name": "a",
+        "lora_path": "/p",
         "generation": 3,
-    }  # fmt: skip
+    }
     assert s.post("/v1/unload_lora_adapter", {"lora_name": "a"}).json()["success"] is True
-    for body, field in (({"lora_name": "a"}, "lora_path"), ({"lora_name": 3, "lora_path": "p"}, "lora_name"),
-                        ({"lora_name": "a", "lora_path": "p", "rank": 4}, "rank")):  # fmt: skip
+    for body, field in (
+        ({"lora_name": "a"}, "lora_path"),
+        ({"lora_name": 3, "lora_path": "p"}, "lora_name"),
+        ({"lora_name": "a", "lora_path": "p", "rank": 4}, "rank"),
+    ):
         answer = s.post("/load_lora_adapter", body)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == field
     answer = s.post("/unload_lora_adapter", {"lora_name": "b"})

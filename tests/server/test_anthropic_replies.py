@@ -63,9 +63,12 @@ def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
     assert block is None
     last = events[-2]
     assert last["usage"].keys() == message["usage"].keys()
-    return message | last["delta"] | {"usage": last["usage"]} | {
-        name: last[name] for name in ("token_ids", "weight_versions") if name in last
-    }  # fmt: skip
+    return (
+        message
+        | last["delta"]
+        | {"usage": last["usage"]}
+        | {name: last[name] for name in ("token_ids", "weight_versions") if name in last}
+    )
 
 
 def add(block: dict[str, Any], delta: dict[str, str]) -> str:
@@ -91,11 +94,20 @@ def test_the_whole_shape() -> None:
     answer = chat_site("hello").post(MESSAGES, BODY, headers={"X-Request-Id": "r"})
     assert answer.headers["x-request-id"] == answer.headers["request-id"] == "r"
     assert answer.json() == {
-        "id": "msg_r", "type": "message", "role": "assistant", "model": "tiny",
-        "content": [{"type": "text", "text": "hello"}], "stop_reason": "end_turn", "stop_sequence": None,
-        "usage": {"input_tokens": PROMPT, "output_tokens": 6, "cache_read_input_tokens": 0,
-                  "cache_creation_input_tokens": 0},
-    }  # fmt: skip
+        "id": "msg_r",
+        "type": "message",
+        "role": "assistant",
+        "model": "tiny",
+        "content": [{"type": "text", "text": "hello"}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": PROMPT,
+            "output_tokens": 6,
+            "cache_read_input_tokens": 0,
+            "cache_creation_input_tokens": 0,
+        },
+    }
 
 
 def test_the_events_of_a_thought_a_text_and_a_call() -> None:
@@ -160,17 +172,19 @@ def test_the_signature_is_a_digest_of_the_thought() -> None:
 @pytest.mark.parametrize(
     ("text", "fields", "reason", "sequence"),
     [
-        ("hello", {}, "end_turn", None), ("hello", {"max_tokens": 2}, "max_tokens", None),
+        ("hello", {}, "end_turn", None),
+        ("hello", {"max_tokens": 2}, "max_tokens", None),
         ("hello", {"stop_sequences": ["z", "l"]}, "stop_sequence", "l"),
         ("hello", {"stop_token_ids": ids("l")}, "end_turn", None),
-        (CALL, {"tools": TOOLS}, "tool_use", None), (CALL, {"tools": TOOLS, "max_tokens": 30}, "max_tokens", None),
+        (CALL, {"tools": TOOLS}, "tool_use", None),
+        (CALL, {"tools": TOOLS, "max_tokens": 30}, "max_tokens", None),
         (CALL, {"tools": TOOLS, "tool_choice": {"type": "none"}}, "end_turn", None),
         (CALL, {"tools": TOOLS, "stop_sequences": ["Rome"]}, "stop_sequence", "Rome"),
         (CALL + " so", {"tools": TOOLS, "stop_sequences": ["so"]}, "tool_use", None),
         ('[{"name": "ping", "parameters": {}}]', {"tools": TOOLS, "tool_choice": {"type": "any"}}, "tool_use", None),
         ('{"city": "Rome"}', {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "weather"}}, "tool_use", None),
     ],
-)  # fmt: skip
+)
 def test_stop_reasons(text: str, fields: dict[str, Any], reason: str, sequence: str | None) -> None:
     s = chat_site(text)
     events = streamed(s, **fields)
@@ -194,8 +208,12 @@ def test_arguments_of_a_call_that_was_cut_off_are_the_complete_ones() -> None:
 def test_usage_counts_cached_tokens_separately() -> None:
     s = chat_site("hello", enable_prefix_caching=True, block_size=1)
     assert ask(s)["usage"]["cache_read_input_tokens"] == 0
-    expected = {"input_tokens": 1, "output_tokens": 6, "cache_read_input_tokens": PROMPT - 1,
-            "cache_creation_input_tokens": 0}  # fmt: skip
+    expected = {
+        "input_tokens": 1,
+        "output_tokens": 6,
+        "cache_read_input_tokens": PROMPT - 1,
+        "cache_creation_input_tokens": 0,
+    }
     assert ask(s)["usage"] == expected
     events = streamed(s)
     assert events[0]["message"]["usage"] == expected | {"output_tokens": 0} and events[-2]["usage"] == expected
@@ -244,16 +262,19 @@ def test_a_client_that_leaves_aborts_its_request(stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("error", "status", "kind"),
-    [(QueueFull("full", retry_after=7), 429, "rate_limit_error"),
-     (Overloaded("paused", retry_after=7), 503, "overloaded_error")],
-)  # fmt: skip
+    [
+        (QueueFull("full", retry_after=7), 429, "rate_limit_error"),
+        (Overloaded("paused", retry_after=7), 503, "overloaded_error"),
+    ],
+)
 def test_refusals_of_the_engine_come_before_a_stream(stream: bool, error: Any, status: int, kind: str) -> None:
     s = chat_site("x")
     s.llm.refuse = error
     answer = s.post(MESSAGES, BODY | {"stream": stream})
     assert answer.status_code == status and answer.json() == {
-        "type": "error", "error": {"type": kind, "message": error.message}
-    }  # fmt: skip
+        "type": "error",
+        "error": {"type": kind, "message": error.message},
+    }
     assert answer.headers.get("retry-after") == "7"
 
 

@@ -31,7 +31,7 @@ TOOLS: list[dict[str, Any]] = [
 FUNCTIONS = [
     {"type": "function", "function": {"name": "weather", "description": "d", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "ping", "parameters": {"type": "object"}}},
-]  # fmt: skip
+]
 ONE_SYSTEM = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('one') }}{% endif %}{{ m.role }}:{{ m.content }};{% endfor %}"  # noqa: E501
 
 
@@ -75,26 +75,60 @@ CONVERSATIONS: list[tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = [ 
     ("x-anthropic-billing-header: cch=1;\n\na", HI, [{"role": "system", "content": "a"}, *HI]),
     (None, [{"role": "user", "content": [TEXT]}], [{"role": "user", "content": "a"}]),
     (None, [{"role": "user", "content": []}], [{"role": "user", "content": ""}]),
-    (None, [*HI, {"role": "user", "content": [TEXT]}],
-     [{"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "a"}]}]),
+    (
+        None,
+        [*HI, {"role": "user", "content": [TEXT]}],
+        [{"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "a"}]}],
+    ),
     (None, [*HI, {"role": "assistant", "content": "so"}, *HI], [*HI, {"role": "assistant", "content": "so"}, *HI]),
-    (None, [*HI, {"role": "assistant", "content": [THOUGHT, {"type": "redacted_thinking", "data": "?"}, TEXT, USE]},
-            {"role": "user", "content": [RESULT | {"content": "sunny", "is_error": False}]}],
-     [*HI, {"role": "assistant", "reasoning": "hm", "content": "a", "tool_calls": [CALL]},
-      {"role": "tool", "tool_call_id": "abcdefghi", "content": "sunny"}]),
-    (None, [*HI, {"role": "assistant", "content": [USE]}, {"role": "assistant", "content": [USE | {"input": {}}]},
-            {"role": "user", "content": [TEXT, RESULT, RESULT | {"content": [TEXT], "is_error": True}]}, *HI],
-     [*HI, {"role": "assistant", "content": None, "tool_calls": [
-         CALL, CALL | {"function": {"name": "weather", "arguments": "{}"}}]},
-      {"role": "tool", "tool_call_id": "abcdefghi", "content": ""},
-      {"role": "tool", "tool_call_id": "abcdefghi", "content": "a", "is_error": True},
-      {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "hi"}]}]),
-    ("s", [*HI, {"role": "system", "content": [TEXT]}, {"role": "assistant", "content": "so"}, *HI],
-     [{"role": "system", "content": "s"}, *HI, {"role": "system", "content": "a"},
-      {"role": "assistant", "content": "so"}, *HI]),
+    (
+        None,
+        [
+            *HI,
+            {"role": "assistant", "content": [THOUGHT, {"type": "redacted_thinking", "data": "?"}, TEXT, USE]},
+            {"role": "user", "content": [RESULT | {"content": "sunny", "is_error": False}]},
+        ],
+        [
+            *HI,
+            {"role": "assistant", "reasoning": "hm", "content": "a", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "abcdefghi", "content": "sunny"},
+        ],
+    ),
+    (
+        None,
+        [
+            *HI,
+            {"role": "assistant", "content": [USE]},
+            {"role": "assistant", "content": [USE | {"input": {}}]},
+            {"role": "user", "content": [TEXT, RESULT, RESULT | {"content": [TEXT], "is_error": True}]},
+            *HI,
+        ],
+        [
+            *HI,
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [CALL, CALL | {"function": {"name": "weather", "arguments": "{}"}}],
+            },
+            {"role": "tool", "tool_call_id": "abcdefghi", "content": ""},
+            {"role": "tool", "tool_call_id": "abcdefghi", "content": "a", "is_error": True},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "hi"}]},
+        ],
+    ),
+    (
+        "s",
+        [*HI, {"role": "system", "content": [TEXT]}, {"role": "assistant", "content": "so"}, *HI],
+        [
+            {"role": "system", "content": "s"},
+            *HI,
+            {"role": "system", "content": "a"},
+            {"role": "assistant", "content": "so"},
+            *HI,
+        ],
+    ),
     ("s", [{"role": "system", "content": "t"}, *HI], [{"role": "system", "content": "s\n\nt"}, *HI]),
     (None, [*HI, {"role": "system", "content": "x-anthropic-billing-header: 1"}], HI),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("system", "messages", "chat"), CONVERSATIONS, ids=range(len(CONVERSATIONS)))
@@ -107,13 +141,15 @@ def test_a_conversation_is_that_of_chat(template: str, system: Any, messages: An
 PLAIN = {"type": "text", "media_type": "text/plain", "data": "the text"}
 DOCUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"type": "document", "source": PLAIN}, "the text"),
-    ({"type": "document", "source": PLAIN, "title": None, "citations": {"enabled": False}, "cache_control": None},
-     "the text"),
+    (
+        {"type": "document", "source": PLAIN, "title": None, "citations": {"enabled": False}, "cache_control": None},
+        "the text",
+    ),
     ({"type": "document", "source": PLAIN, "context": "c", "title": "t"}, "t\n\nc\n\nthe text"),
     ({"type": "document", "source": {"type": "content", "content": "the text"}, "title": "t"}, "t\n\nthe text"),
     ({"type": "document", "source": {"type": "content", "content": [TEXT, TEXT]}}, "a\n\na"),
     ({"type": "search_result", "source": "http://u", "title": "t", "content": [TEXT]}, "t\n\nhttp://u\n\na"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("block", "text"), DOCUMENTS)
@@ -137,8 +173,13 @@ def test_a_final_turn_of_the_assistant_is_continued(server: Site) -> None:
 
 
 def test_system_messages_move_only_where_the_template_demands_it() -> None:
-    messages = [*HI, {"role": "system", "content": "a"}, {"role": "assistant", "content": "so"}, *HI,
-                {"role": "system", "content": [TEXT, TEXT]}]  # fmt: skip
+    messages = [
+        *HI,
+        {"role": "system", "content": "a"},
+        {"role": "assistant", "content": "so"},
+        *HI,
+        {"role": "system", "content": [TEXT, TEXT]},
+    ]
     s = chat_site("x", ONE_SYSTEM)
     assert prompt(s, system="s", messages=messages).startswith("system:s\n\na\n\na\na;user:hi;")
     assert prompt(s, messages=messages).startswith("system:a\n\na\na;user:hi;assistant:so;")
@@ -147,14 +188,24 @@ def test_system_messages_move_only_where_the_template_demands_it() -> None:
 @pytest.mark.parametrize(
     ("template", "stay"),
     [
-        (HERMES, True), (THINKER, True), (OPENED, True), (ONE_SYSTEM, False), (MISTRAL, True),
+        (HERMES, True),
+        (THINKER, True),
+        (OPENED, True),
+        (ONE_SYSTEM, False),
+        (MISTRAL, True),
         ("{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}{% endif %}{% endfor %}", False),
-        ("{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
-         "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}", False),
-        ("{% for m in messages %}{% if tools and m.role == 'system' and not loop.first %}{{ raise_exception('') }}"
-         "{% endif %}{{ m.content }}{% endfor %}", False),
+        (
+            "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+            "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
+            False,
+        ),
+        (
+            "{% for m in messages %}{% if tools and m.role == 'system' and not loop.first %}{{ raise_exception('') }}"
+            "{% endif %}{{ m.content }}{% endfor %}",
+            False,
+        ),
     ],
-)  # fmt: skip
+)
 def test_where_a_template_takes_system_messages(template: str, stay: bool) -> None:
     assert ChatTemplate(TOKENIZER, template).takes_later_system is stay
 
@@ -179,25 +230,37 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of messages, and of c
     ({"tools": TOOLS, "tool_choice": {"type": "auto"}}, {"tools": FUNCTIONS, "tool_choice": "auto"}),
     ({"tools": TOOLS, "tool_choice": {"type": "none"}}, {"tools": FUNCTIONS, "tool_choice": "none"}),
     ({"tools": TOOLS, "tool_choice": {"type": "any"}}, {"tools": FUNCTIONS, "tool_choice": "required"}),
-    ({"tools": TOOLS, "tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
-     {"tools": FUNCTIONS, "tool_choice": "required", "parallel_tool_calls": False}),
-    ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "ping"}},
-     {"tools": FUNCTIONS, "tool_choice": {"type": "function", "function": {"name": "ping"}}}),
-    ({"tools": [TOOLS[0] | {"strict": True, "type": "custom", "cache_control": {"type": "ephemeral"}}]},
-     {"tools": [{"type": "function", "function": FUNCTIONS[0]["function"] | {"strict": True}}]}),  # type: ignore[dict-item]
-    ({"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
-     {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}}),
-    ({"output_format": {"type": "json_schema", "schema": SCHEMA}},
-     {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}}),
+    (
+        {"tools": TOOLS, "tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+        {"tools": FUNCTIONS, "tool_choice": "required", "parallel_tool_calls": False},
+    ),
+    (
+        {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "ping"}},
+        {"tools": FUNCTIONS, "tool_choice": {"type": "function", "function": {"name": "ping"}}},
+    ),
+    (
+        {"tools": [TOOLS[0] | {"strict": True, "type": "custom", "cache_control": {"type": "ephemeral"}}]},
+        {"tools": [{"type": "function", "function": FUNCTIONS[0]["function"] | {"strict": True}}]},
+    ),  # type: ignore[dict-item]
+    (
+        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+    ),
+    (
+        {"output_format": {"type": "json_schema", "schema": SCHEMA}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+    ),
     ({"output_config": {"effort": "high"}}, {"reasoning_effort": "high"}),
     ({"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}),
     ({"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}, {"reasoning_effort": "none"}),
     ({"thinking": {"type": "adaptive", "display": "summarized"}}, {}),
     ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}}, {"reasoning_effort": "max"}),
-    ({"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1025},
-     {"chat_template_kwargs": {"enable_thinking": True}, "max_tokens": 1025}),
+    (
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1025},
+        {"chat_template_kwargs": {"enable_thinking": True}, "max_tokens": 1025},
+    ),
     ({"metadata": {"user_id": "u"}, "service_tier": "auto", "context_management": {"edits": []}}, {}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("fields", "chat"), FIELDS, ids=range(len(FIELDS)))
@@ -211,14 +274,15 @@ def test_fields_are_those_of_chat(fields: dict[str, Any], chat: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("fields", "ignored"),
     [
-        ({"metadata": {"user_id": "u"}}, "metadata"), ({"no_such_name": 1}, "no_such_name"),
+        ({"metadata": {"user_id": "u"}}, "metadata"),
+        ({"no_such_name": 1}, "no_such_name"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking, thinking.budget_tokens"),
         ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
         ({"thinking": {"type": "disabled"}}, None),
         ({"service_tier": "standard_only", "speed": "standard", "mcp_servers": [], "thread": None}, None),
     ],
-)  # fmt: skip
+)
 def test_what_has_no_effect_is_named(server: Site, fields: dict[str, Any], ignored: str | None) -> None:
     for path in (MESSAGES, RENDER, COUNT):
         answer = server.post(path, BODY | fields | ({"max_tokens": 1025} if path != COUNT else {}))
@@ -233,9 +297,14 @@ def test_an_effort_that_no_template_reads_is_named(server: Site) -> None:
 
 @pytest.mark.parametrize(
     ("choice", "status"),
-    [(None, 400), ({"type": "auto"}, 400), ({"type": "none"}, 200), ({"type": "any"}, 200),
-     ({"type": "tool", "name": "weather"}, 200)],
-)  # fmt: skip
+    [
+        (None, 400),
+        ({"type": "auto"}, 400),
+        ({"type": "none"}, 200),
+        ({"type": "any"}, 200),
+        ({"type": "tool", "name": "weather"}, 200),
+    ],
+)
 def test_all_routes_refuse_the_same_tools_where_the_template_shows_none(
     choice: dict[str, Any] | None, status: int
 ) -> None:
@@ -273,9 +342,18 @@ def refused(answer: Any, status: int, *words: str) -> str:
     assert set(error) == {"type", "error"} and error["type"] == "error" and set(error["error"]) == {"type", "message"}
     message: str = error["error"]["message"]
     assert all(word in message for word in words), message
-    kinds = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-             405: "invalid_request_error", 409: "invalid_request_error", 413: "request_too_large",
-             429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}  # fmt: skip
+    kinds = {
+        400: "invalid_request_error",
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        405: "invalid_request_error",
+        409: "invalid_request_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        500: "api_error",
+        503: "overloaded_error",
+    }
     assert error["error"]["type"] == kinds[status]
     return message
 
@@ -295,13 +373,19 @@ def system(*blocks: Any) -> dict[str, Any]:
 DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "d"}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
 CONVERSATIONS_REFUSED: list[tuple[dict[str, Any], str]] = [  # of both routes
-    ({"model": None}, "model is required"), ({"model": ""}, "model is required"), ({"model": 5}, "model"),
-    ({"messages": None}, "messages"), ({"messages": []}, "messages must not be empty"), ({"messages": "x"}, "messages"),
-    ({"messages": [5]}, "messages[0] must be an object"), ({"messages": [{}]}, "messages[0].role"),
+    ({"model": None}, "model is required"),
+    ({"model": ""}, "model is required"),
+    ({"model": 5}, "model"),
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages must not be empty"),
+    ({"messages": "x"}, "messages"),
+    ({"messages": [5]}, "messages[0] must be an object"),
+    ({"messages": [{}]}, "messages[0].role"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role must be one of user, assistant, system"),
     ({"messages": [{"role": "user"}]}, "messages[0].content is required"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content must be a string or a list of blocks"),
-    (user("x"), "messages[0].content[0] must be an object"), (user({}), "messages[0].content[0].type is required"),
+    (user("x"), "messages[0].content[0] must be an object"),
+    (user({}), "messages[0].content[0].type is required"),
     (user({"type": 5}), "messages[0].content[0].type must be a string"),
     (user({"type": "text"}), "messages[0].content[0].text is required"),
     (user(TEXT, {"type": "text", "text": 5}), "messages[0].content[1].text must be a string"),
@@ -309,37 +393,53 @@ CONVERSATIONS_REFUSED: list[tuple[dict[str, Any], str]] = [  # of both routes
     (user({"type": "document"}), "messages[0].content[0].source is required"),
     (user({"type": "server_tool_use"}), "messages[0].content[0].type must be text, image, document"),
     (user({"type": "document", "source": {}}), "messages[0].content[0].source.type must be text or content"),
-    (user(DOCUMENT | {"source": {"type": "base64", "media_type": "application/pdf", "data": "x"}}),
-     "messages[0].content[0].source.type must be text or content, got 'base64': no PDF, URL or file is read here"),
+    (
+        user(DOCUMENT | {"source": {"type": "base64", "media_type": "application/pdf", "data": "x"}}),
+        "messages[0].content[0].source.type must be text or content, got 'base64': no PDF, URL or file is read here",
+    ),
     (user(DOCUMENT | {"source": {"type": "text", "data": 5}}), "messages[0].content[0].source.data must be a string"),
     (user(DOCUMENT | {"source": {"type": "content", "content": [5]}}), "messages[0].content[0].source.content[0] must"),
-    (user(DOCUMENT | {"source": {"type": "content", "content": [IMAGE]}}),
-     "messages[0].content[0].source.content[0].type is 'image': this model takes no images"),
+    (
+        user(DOCUMENT | {"source": {"type": "content", "content": [IMAGE]}}),
+        "messages[0].content[0].source.content[0].type is 'image': this model takes no images",
+    ),
     (user(DOCUMENT | {"title": 5}), "messages[0].content[0].title must be a string"),
     (user(DOCUMENT | {"citations": {"enabled": True}}), "messages[0].content[0].citations are not supported"),
     (user({"type": "search_result", "title": "t", "content": []}), "messages[0].content[0].source is required"),
-    (user(USE), "messages[0].content[0].type"), (user(THOUGHT), "messages[0].content[0].type"),
+    (user(USE), "messages[0].content[0].type"),
+    (user(THOUGHT), "messages[0].content[0].type"),
     (user({"type": "tool_addition", "tool": {}}), "messages[0].content[0].type"),
     (user({"type": "tool_result", "content": "x"}), "messages[0].content[0].tool_use_id is required"),
     (user(RESULT | {"content": 5}), "messages[0].content[0].content must be"),
     (user(RESULT | {"content": ["x"]}), "messages[0].content[0].content[0] must be an object"),
     (user(RESULT | {"content": [IMAGE]}), "messages[0].content[0].content[0].type is 'image'"),
     (user(RESULT | {"content": [{"type": "text"}]}), "messages[0].content[0].content[0].text is required"),
-    (user(RESULT | {"content": [{"type": "tool_reference", "tool_name": "x"}]}),
-     "messages[0].content[0].content[0].tool_name: 'x' is not one of the tools"),
-    (assistant(RESULT), "messages[1].content[0].type"), (assistant(IMAGE), "messages[1].content[0].type"),
+    (
+        user(RESULT | {"content": [{"type": "tool_reference", "tool_name": "x"}]}),
+        "messages[0].content[0].content[0].tool_name: 'x' is not one of the tools",
+    ),
+    (assistant(RESULT), "messages[1].content[0].type"),
+    (assistant(IMAGE), "messages[1].content[0].type"),
     (assistant({"type": "server_tool_use"}), "messages[1].content[0].type must be"),
     (assistant({"type": "thinking"}), "messages[1].content[0].thinking is required"),
     (assistant({"type": "tool_use", "id": "x", "input": {}}), "messages[1].content[0].name is required"),
     (assistant({"type": "tool_use", "name": "x", "input": {}}), "messages[1].content[0].id is required"),
     (assistant(USE | {"input": "{}"}), "messages[1].content[0].input must be an object"),
     (system({"type": "tool_addition"}), "messages[1].content[0].tool must"),
-    (system({"type": "tool_removal", "tool": {"type": "tool_definition"}}),
-     "messages[1].content[0].tool.type must be tool_reference"),
-    (system({"type": "tool_addition", "tool": {"type": "tool_definition", "definition": {"name": "x"}}}),
-     "messages[1].content[0].tool.definition.input_schema is required"),
-    ({"system": 5}, "system"), ({"system": [IMAGE]}, "system[0].type"), ({"system": ["x"]}, "system[0]"),
-    ({"tools": {}}, "tools"), ({"tools": ["x"]}, "tools[0]"), ({"tools": [{}]}, "tools[0].name"),
+    (
+        system({"type": "tool_removal", "tool": {"type": "tool_definition"}}),
+        "messages[1].content[0].tool.type must be tool_reference",
+    ),
+    (
+        system({"type": "tool_addition", "tool": {"type": "tool_definition", "definition": {"name": "x"}}}),
+        "messages[1].content[0].tool.definition.input_schema is required",
+    ),
+    ({"system": 5}, "system"),
+    ({"system": [IMAGE]}, "system[0].type"),
+    ({"system": ["x"]}, "system[0]"),
+    ({"tools": {}}, "tools"),
+    ({"tools": ["x"]}, "tools[0]"),
+    ({"tools": [{}]}, "tools[0].name"),
     ({"tools": [{"name": "x"}]}, "tools[0].input_schema is required"),
     ({"tools": [{"name": "x", "input_schema": []}]}, "tools[0].input_schema must be a JSON schema"),
     ({"tools": [{"name": "x", "input_schema": {"type": "array"}}]}, "tools[0].input_schema.type must be 'object'"),
@@ -347,41 +447,66 @@ CONVERSATIONS_REFUSED: list[tuple[dict[str, Any], str]] = [  # of both routes
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type is not supported"),
     ({"tools": [TOOLS[0] | {"strict": "yes"}]}, "tools[0].strict"),
     ({"tools": [TOOLS[0] | {"description": 5}]}, "tools[0].description"),
-    ({"tool_choice": "auto"}, "tool_choice"), ({"tool_choice": {}}, "tool_choice.type is required"),
+    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tool_choice": {}}, "tool_choice.type is required"),
     ({"tool_choice": {"type": "required"}}, "tool_choice.type: input should be 'auto', 'any', 'tool' or 'none'"),
     ({"tool_choice": {"type": "any"}}, "tool_choice: there are no tools"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name is required"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice: 'x' is not one of the tools"),
-    ({"thinking": True}, "thinking"), ({"thinking": {}}, "thinking.type is required"),
+    ({"thinking": True}, "thinking"),
+    ({"thinking": {}}, "thinking.type is required"),
     ({"thinking": {"type": "between_tools"}}, "thinking.type"),
     ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens is required"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1023}}, "thinking.budget_tokens"),
     ({"output_config": {"effort": "none"}}, "output_config.effort"),
     ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format.type"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema is required"),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {}}}, "output_format": {
-        "type": "json_schema", "schema": {}}}, "output_format"),
-    ({"container": "c"}, "container is not supported"), ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not"),
+    (
+        {
+            "output_config": {"format": {"type": "json_schema", "schema": {}}},
+            "output_format": {"type": "json_schema", "schema": {}},
+        },
+        "output_format",
+    ),
+    ({"container": "c"}, "container is not supported"),
+    ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
-]  # fmt: skip
+]
 GENERATION_REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"max_tokens": None}, "max_tokens"), ({"max_tokens": 0}, "max_tokens must be at least 1"),
+    ({"max_tokens": None}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens must be at least 1"),
     ({"max_tokens": -1}, "max_tokens must be at least 1, got -1"),
-    ({"max_tokens": "9"}, "max_tokens"), ({"temperature": 3}, "temperature must be from 0 to 2"),
+    ({"max_tokens": "9"}, "max_tokens"),
+    ({"temperature": 3}, "temperature must be from 0 to 2"),
     ({"top_p": 0}, "top_p"),
-    ({"top_k": -2}, "top_k"), ({"stop_sequences": "x"}, "stop_sequences"), ({"stop_sequences": [""]}, "stop_sequences"),
-    ({"stop_sequences": [5]}, "stop_sequences[0]"), ({"stream": "yes"}, "stream"),
-    ({"stop": ["x"]}, "stop is not supported by this server: use stop_sequences"), ({"n": 2}, "n is not supported"),
-    ({"response_format": {"type": "json_object"}}, "use output_config.format"), ({"logprobs": True}, "logprobs is not"),
-    ({"max_completion_tokens": 5}, "use max_tokens"), ({"kv_transfer_params": {}}, "kv_transfer_params is not"),
-    ({"cache_salt": ""}, "cache_salt"), ({"guided_json": {}}, "guided_json is not supported"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1024},
-     "thinking.budget_tokens must be below max_tokens (1024)"),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
-      "structured_outputs": {"regex": "a"}}, "output_config.format"),
+    ({"top_k": -2}, "top_k"),
+    ({"stop_sequences": "x"}, "stop_sequences"),
+    ({"stop_sequences": [""]}, "stop_sequences"),
+    ({"stop_sequences": [5]}, "stop_sequences[0]"),
+    ({"stream": "yes"}, "stream"),
+    ({"stop": ["x"]}, "stop is not supported by this server: use stop_sequences"),
+    ({"n": 2}, "n is not supported"),
+    ({"response_format": {"type": "json_object"}}, "use output_config.format"),
+    ({"logprobs": True}, "logprobs is not"),
+    ({"max_completion_tokens": 5}, "use max_tokens"),
+    ({"kv_transfer_params": {}}, "kv_transfer_params is not"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"guided_json": {}}, "guided_json is not supported"),
+    (
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1024},
+        "thinking.budget_tokens must be below max_tokens (1024)",
+    ),
+    (
+        {
+            "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
+            "structured_outputs": {"regex": "a"},
+        },
+        "output_config.format",
+    ),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"x": "y" * 70_000}}}}, "output_config.format"),
-    ({"messages": [{"role": "user", "content": "x" * 3000}]}, "messages"), ({"seed": "x"}, "seed"),
-]  # fmt: skip
+    ({"messages": [{"role": "user", "content": "x" * 3000}]}, "messages"),
+    ({"seed": "x"}, "seed"),
+]
 
 
 @pytest.mark.parametrize(("fields", "message"), CONVERSATIONS_REFUSED, ids=range(len(CONVERSATIONS_REFUSED)))

@@ -17,9 +17,12 @@ MESSAGES = {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "con
 TENSORS = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}
 GROUP = {"master_address": "h", "master_port": 29500, "rank_offset": 1, "world_size": 2}
 WRONG: dict[str, list[Any]] = {  # by JSON type
-    "object": [{"a": [1]}, {"": None}], "array": [[{}], [[[]]], [None, 1.5]], "string": ["\u0001", "x y"],
-    "number": [0.5, -1e308], "boolean": [True],
-}  # fmt: skip
+    "object": [{"a": [1]}, {"": None}],
+    "array": [[{}], [[[]]], [None, 1.5]],
+    "string": ["\u0001", "x y"],
+    "number": [0.5, -1e308],
+    "boolean": [True],
+}
 
 
 @dataclass(frozen=True)
@@ -34,35 +37,51 @@ class Door:
 OPENAI = {"error": {"message": str, "type": str, "param": str, "code": (str, type(None))}}
 DOORS = {
     "messages": Door(
-        {}, dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/render"), MESSAGES),
+        {},
+        dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/render"), MESSAGES),
         {"type": str, "error": {"type": str, "message": str}},
     ),
     "sglang": Door({"sglang_api": True}, {"/generate": {"input_ids": [5]}}, {"error": OPENAI["error"] | {"code": int}}),
     "sglang control": Door(
         {"sglang_api": True},
         {
-            "/pause_generation": {}, "/release_memory_occupation": {}, "/weights_checker": {}, "/start_profile": {},
-            "/load_lora_adapter": {"lora_name": "a", "lora_path": "/p"}, "/unload_lora_adapter": {"lora_name": "a"},
-            "/update_weights_from_disk": {"model_path": "/w"}, "/update_weights_from_distributed": TENSORS,
-            "/init_weights_update_group": GROUP, "/update_weight_version": {"new_version": "7"},
-            "/abort_request": {"rid": "a"}, "/begin_weight_update": {}, "/end_weight_update": {},
+            "/pause_generation": {},
+            "/release_memory_occupation": {},
+            "/weights_checker": {},
+            "/start_profile": {},
+            "/load_lora_adapter": {"lora_name": "a", "lora_path": "/p"},
+            "/unload_lora_adapter": {"lora_name": "a"},
+            "/update_weights_from_disk": {"model_path": "/w"},
+            "/update_weights_from_distributed": TENSORS,
+            "/init_weights_update_group": GROUP,
+            "/update_weight_version": {"new_version": "7"},
+            "/abort_request": {"rid": "a"},
+            "/begin_weight_update": {},
+            "/end_weight_update": {},
         },
         {"success": bool, "message": str} | OPENAI,
     ),
     "pooling": Door(
         {"runner": "pooling", "model": str(DEMO_DIR)},
         {
-            "/v1/embeddings": {"input": "x"}, "/v2/embed": {"texts": ["x"]}, "/pooling": {"input": "x"},
-            "/score": {"queries": "x", "documents": ["y"]}, "/rerank": {"query": "x", "documents": ["y"]},
+            "/v1/embeddings": {"input": "x"},
+            "/v2/embed": {"texts": ["x"]},
+            "/pooling": {"input": "x"},
+            "/score": {"queries": "x", "documents": ["y"]},
+            "/rerank": {"query": "x", "documents": ["y"]},
         },
         OPENAI,
     ),
     "beams": Door(
-        {}, {"/v1/completions": {"prompt": "x", "use_beam_search": True},
-             "/v1/chat/completions": {"messages": MESSAGES["messages"], "use_beam_search": True}}, OPENAI,
+        {},
+        {
+            "/v1/completions": {"prompt": "x", "use_beam_search": True},
+            "/v1/chat/completions": {"messages": MESSAGES["messages"], "use_beam_search": True},
+        },
+        OPENAI,
     ),
     "profiles": Door({"profiler_dir": "/tmp"}, {"/start_profile": {}}, OPENAI),
-}  # fmt: skip
+}
 
 
 def kinds(schema: dict[str, Any], schemas: dict[str, Any]) -> set[str]:

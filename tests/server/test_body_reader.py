@@ -136,9 +136,14 @@ def test_a_body_whose_client_leaves_while_its_values_are_counted_is_not_held(mon
 
 
 VALUES: list[tuple[Any, int]] = [
-    ([1] * 9000, 9000), ([{}] * 9000, 81_000), (["x" * 10] * 3000, 3000), ([{"a": 1, "b": [2]}] * 2000, 38_000),
-    ([1.5, -300, None, True, 2**40] * 1000, 5000), (["ä" * 300] * 3000, 3000), ([-32] * 9000, 9000),
-]  # fmt: skip
+    ([1] * 9000, 9000),
+    ([{}] * 9000, 81_000),
+    (["x" * 10] * 3000, 3000),
+    ([{"a": 1, "b": [2]}] * 2000, 38_000),
+    ([1.5, -300, None, True, 2**40] * 1000, 5000),
+    (["ä" * 300] * 3000, 3000),
+    ([-32] * 9000, 9000),
+]
 
 
 @pytest.mark.parametrize(("value", "about"), VALUES)
@@ -224,9 +229,12 @@ def test_the_pages_of_a_body_that_is_refused_go_back_in_a_thread(monkeypatch: py
 
 @pytest.mark.parametrize(
     ("path", "body", "status"),
-    [("/detokenize", {"tokens": [70] * 600_000}, 200), ("/detokenize", {"tokens": [-1] * 600_000}, 400),
-     ("/inference/v1/generate", {"token_ids": [70] * 600_000}, 400)],
-)  # fmt: skip
+    [
+        ("/detokenize", {"tokens": [70] * 600_000}, 200),
+        ("/detokenize", {"tokens": [-1] * 600_000}, 400),
+        ("/inference/v1/generate", {"token_ids": [70] * 600_000}, 400),
+    ],
+)
 def test_a_large_body_is_freed_in_a_thread_when_nothing_else_refers_to_it(
     path: str, body: dict[str, Any], status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

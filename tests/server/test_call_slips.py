@@ -22,10 +22,14 @@ SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}, "content"
 QUESTION = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 900, "request_id": "r"}
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: QUESTION | {"tools": [{"type": "function", "function": {"name": "write", "parameters": SCHEMA}}]},
-    RESPONSES: {"input": "hi", "max_output_tokens": 900, "request_id": "r",
-                "tools": [{"type": "function", "name": "write", "parameters": SCHEMA}]},
+    RESPONSES: {
+        "input": "hi",
+        "max_output_tokens": 900,
+        "request_id": "r",
+        "tools": [{"type": "function", "name": "write", "parameters": SCHEMA}],
+    },
     MESSAGES: QUESTION | {"model": "tiny", "tools": [{"name": "write", "input_schema": SCHEMA}]},
-}  # fmt: skip
+}
 WRITTEN = {
     "hermes": (HERMES, '<tool_call>\n{"name": "write", "arguments": %s}\n</tool_call>'),
     "mistral": (MISTRAL_ARGS, "[TOOL_CALLS]write[ARGS]%s"),
@@ -69,14 +73,16 @@ def calls_of(answers: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
     return {
         CHAT: [readable(f["arguments"]) for f in functions] if choice["finish_reason"] == "tool_calls" else [],
         RESPONSES: [
-            readable(item["arguments"]) for item in answers[RESPONSES]["output"]
+            readable(item["arguments"])
+            for item in answers[RESPONSES]["output"]
             if item["type"] == "function_call" and item["status"] == "completed"
         ],
         MESSAGES: [
-            block["input"] for block in answers[MESSAGES]["content"]
+            block["input"]
+            for block in answers[MESSAGES]["content"]
             if block["type"] == "tool_use" and answers[MESSAGES]["stop_reason"] != "max_tokens"
         ],
-    }  # fmt: skip
+    }
 
 
 def on_every_route(calls: list[Any]) -> dict[str, list[Any]]:

@@ -56,16 +56,22 @@ def test_the_whole_shape() -> None:
     assert reply["choices"] == [
         {
             "index": 0,
-            "message": {"role": "assistant", "content": "hello", "refusal": None, "reasoning": None}, "logprobs": None,
-            "finish_reason": "stop", "stop_reason": None, "stop_detail": {"kind": "eos"}, "token_ids": None,
+            "message": {"role": "assistant", "content": "hello", "refusal": None, "reasoning": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+            "stop_detail": {"kind": "eos"},
+            "token_ids": None,
         }
-    ]  # fmt: skip
+    ]
     assert reply["prompt_token_ids"] is None and reply["prompt_logprobs"] is None
     count = len(ids("user:hi;assistant:"))
     assert reply["usage"] == {
-        "prompt_tokens": count, "completion_tokens": 6, "total_tokens": count + 6,
+        "prompt_tokens": count,
+        "completion_tokens": 6,
+        "total_tokens": count + 6,
         "prompt_tokens_details": {"cached_tokens": 0},
-    }  # fmt: skip
+    }
 
 
 def test_rendered_by_the_template() -> None:
@@ -107,13 +113,33 @@ def test_content_parts_are_flattened() -> None:
 
 def test_all_sampling_fields_arrive() -> None:
     fields: dict[str, Any] = {
-        "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 7, "presence_penalty": 0.1,
-        "frequency_penalty": 0.2, "repetition_penalty": 1.1, "max_tokens": 9, "min_tokens": 1, "stop": ["z"],
-        "stop_token_ids": [9], "stop_token_sequences": [[9, 10]], "ignore_eos": True, "allowed_token_ids": [5, 6],
-        "bad_words": ["q"], "bad_token_ids": [11], "bad_token_sequences": [[12]], "logprob_token_ids": [13],
-        "prompt_logprobs": 2, "prompt_logprobs_start": 3, "logprobs_mode": "processed", "n": 2,
-        "include_stop_str_in_output": True, "skip_special_tokens": False, "spaces_between_special_tokens": False,
-    }  # fmt: skip
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "seed": 7,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.2,
+        "repetition_penalty": 1.1,
+        "max_tokens": 9,
+        "min_tokens": 1,
+        "stop": ["z"],
+        "stop_token_ids": [9],
+        "stop_token_sequences": [[9, 10]],
+        "ignore_eos": True,
+        "allowed_token_ids": [5, 6],
+        "bad_words": ["q"],
+        "bad_token_ids": [11],
+        "bad_token_sequences": [[12]],
+        "logprob_token_ids": [13],
+        "prompt_logprobs": 2,
+        "prompt_logprobs_start": 3,
+        "logprobs_mode": "processed",
+        "n": 2,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+    }
     s = site()
     ask(s, **fields, logit_bias={"5": 1.5}, vllm_xargs={"a": 1})
     received = s.llm.calls[0].params
@@ -358,8 +384,11 @@ def test_the_history_may_have_calls_and_their_results() -> None:
     ("tools", "param"),
     [
         (TOOLS, "tools"),  # the template has no place for them
-        ([{}], "tools[0].type"), ([*TOOLS, {"type": "function"}], "tools[1].function.name"), ([5], "tools[0]"),
-        ([{"type": "function", "function": {"name": 5}}], "tools[0].function.name"), ("f", "tools"),
+        ([{}], "tools[0].type"),
+        ([*TOOLS, {"type": "function"}], "tools[1].function.name"),
+        ([5], "tools[0]"),
+        ([{"type": "function", "function": {"name": 5}}], "tools[0].function.name"),
+        ("f", "tools"),
         ([{"type": "function", "function": {"name": "f", "parameters": []}}], "tools[0].function.parameters"),
         ([*TOOLS, *TOOLS], "tools[1].function.name"),
         (
@@ -367,7 +396,7 @@ def test_the_history_may_have_calls_and_their_results() -> None:
             "tools[0].function.parameters.type",
         ),
     ],
-)  # fmt: skip
+)
 def test_tools_that_cannot_be_shown(tools: Any, param: str) -> None:
     assert refusal(tools=tools)[:2] == (400, param)
     assert refusal("/tokenize", tools=tools)[:2] == (400, param)
@@ -427,12 +456,20 @@ def test_strict_refuses_unknown_fields() -> None:
     "field",
     [
         {"tool_choice": {"type": "allowed_tools"}},
-        {"functions": [{}]}, {"audio": {}}, {"modalities": ["audio"]},
-        {"web_search_options": {}}, {"guided_decoding": {"regex": "a"}},
-        {"guided_json": {}}, {"best_of": 3, "n": 2}, {"suffix": "x"}, {"echo": True},
-        {"truncate_prompt_tokens": 4}, {"logits_processors": ["x"]}, {"kv_transfer_params": {}},
+        {"functions": [{}]},
+        {"audio": {}},
+        {"modalities": ["audio"]},
+        {"web_search_options": {}},
+        {"guided_decoding": {"regex": "a"}},
+        {"guided_json": {}},
+        {"best_of": 3, "n": 2},
+        {"suffix": "x"},
+        {"echo": True},
+        {"truncate_prompt_tokens": 4},
+        {"logits_processors": ["x"]},
+        {"kv_transfer_params": {}},
     ],
-)  # fmt: skip
+)
 def test_fields_that_would_change_the_answer_are_refused(field: dict[str, Any]) -> None:
     status, param, message = refusal(**field)
     assert (status, param) == (400, next(iter(field))) and "not supported" in message
@@ -441,16 +478,31 @@ def test_fields_that_would_change_the_answer_are_refused(field: dict[str, Any]) 
 @pytest.mark.parametrize(
     "field",
     [
-        {"tools": []}, {"tools": None}, {"tool_choice": "none"}, {"tool_choice": "auto"}, {"tool_choice": None},
-        {"response_format": {"type": "text"}}, {"response_format": None}, {"modalities": ["text"]}, {"best_of": 1},
+        {"tools": []},
+        {"tools": None},
+        {"tool_choice": "none"},
+        {"tool_choice": "auto"},
+        {"tool_choice": None},
+        {"response_format": {"type": "text"}},
+        {"response_format": None},
+        {"modalities": ["text"]},
+        {"best_of": 1},
         {"best_of": 2, "n": 2},
-        {"echo": False}, {"use_beam_search": False}, {"length_penalty": 1.0}, {"parallel_tool_calls": False},
+        {"echo": False},
+        {"use_beam_search": False},
+        {"length_penalty": 1.0},
+        {"parallel_tool_calls": False},
         {"stop": None, "logit_bias": None, "n": None, "stream": None, "stream_options": None, "seed": None},
-        {"metadata": {}}, {"service_tier": "auto"}, {"store": False}, {"verbosity": "medium"},
-        {"reasoning_effort": None}, {"reasoning_effort": "none"},
-        {"stream": True, "stream_options": {"include_obfuscation": False}}, {"truncate_prompt_tokens": -1},
+        {"metadata": {}},
+        {"service_tier": "auto"},
+        {"store": False},
+        {"verbosity": "medium"},
+        {"reasoning_effort": None},
+        {"reasoning_effort": "none"},
+        {"stream": True, "stream_options": {"include_obfuscation": False}},
+        {"truncate_prompt_tokens": -1},
     ],
-)  # fmt: skip
+)
 def test_fields_that_ask_for_nothing_are_taken(field: dict[str, Any]) -> None:
     answer = site(says("a"), strict=True).post(CHAT, {"messages": MESSAGES} | field)
     assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers, answer.text

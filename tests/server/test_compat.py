@@ -155,9 +155,15 @@ def test_the_routes_keep_to_the_table(route: str) -> None:
 
 
 def test_openai_fields_without_effect_are_listed_not_refused() -> None:
-    sent = {"verbosity": "low", "service_tier": "flex",
-            "store": True, "metadata": {"a": "b"}, "user": "u", "safety_identifier": "s",
-            "prompt_cache_key": "k"}  # fmt: skip
+    sent = {
+        "verbosity": "low",
+        "service_tier": "flex",
+        "store": True,
+        "metadata": {"a": "b"},
+        "user": "u",
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+    }
     s = site(says("a"))
     answer = s.post("/v1/chat/completions", ROUTES["/v1/chat/completions"][1] | sent)
     assert answer.status_code == 200 and answer.headers["x-ignored-fields"].split(", ") == list(sent)
@@ -167,16 +173,17 @@ def test_openai_fields_without_effect_are_listed_not_refused() -> None:
 
 KNOWN_ELSEWHERE = {  # fields of other servers' chat and completions that this one's tables must name, by server
     "vllm": "best_of echo guided_json guided_regex guided_choice guided_grammar kv_transfer_params length_penalty "
-            "logits_processors mm_processor_kwargs prompt_embeds session_id structural_tag thinking_token_budget "
-            "truncate_prompt_tokens use_beam_search",
+    "logits_processors mm_processor_kwargs prompt_embeds session_id structural_tag thinking_token_budget "
+    "truncate_prompt_tokens use_beam_search",
     "sglang": "custom_logit_processor ebnf json_schema lora_path no_stop_trim regex return_hidden_states "
-              "session_params stop_regex",
+    "session_params stop_regex",
     "llama.cpp": "cache_prompt dry_multiplier dynatemp_range grammar grammar_lazy id_slot json_schema lora mirostat "
-                 "n_keep n_predict n_probs reasoning_budget repeat_penalty samplers top_n_sigma typical_p "
-                 "xtc_probability",
+    "n_keep n_predict n_probs reasoning_budget repeat_penalty samplers top_n_sigma typical_p "
+    "xtc_probability",
     "tgi": "decoder_input_details details do_sample max_new_tokens return_full_text top_n_tokens truncate watermark",
-    "mistral": "random_seed safe_prompt", "ollama": "format options think",
-}  # fmt: skip
+    "mistral": "random_seed safe_prompt",
+    "ollama": "format options think",
+}
 
 
 def test_a_field_of_another_server_is_applied_refused_or_harmless_for_a_reason() -> None:

@@ -31,10 +31,17 @@ def test_the_whole_shape() -> None:
     assert reply["id"] == "cmpl-r" and reply["object"] == "text_completion" and reply["model"] == "tiny"
     assert reply["choices"] == [
         {
-            "index": 0, "text": "hello", "logprobs": None, "finish_reason": "stop", "stop_reason": None,
-            "stop_detail": {"kind": "eos"}, "token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None,
+            "index": 0,
+            "text": "hello",
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+            "stop_detail": {"kind": "eos"},
+            "token_ids": None,
+            "prompt_token_ids": None,
+            "prompt_logprobs": None,
         }
-    ]  # fmt: skip
+    ]
     assert reply["usage"]["total_tokens"] == 2 + 6
 
 
@@ -294,12 +301,26 @@ def test_add_special_tokens() -> None:
 @pytest.mark.parametrize(
     ("prompt", "param"),
     [
-        (None, "prompt"), ([], "prompt"), (5, "prompt"), ({}, "prompt"), ("", "prompt"), ([""], "prompt[0]"),
-        (["a", 5], "prompt[1]"), ([[5], []], "prompt[1]"), ([5, "a"], "prompt[1]"), ([5, True], "prompt[1]"),
-        ([[5], [6, "x"]], "prompt[1][1]"), ([5, 9999], "prompt"), ([[5], [9999]], "prompt[1]"), ([[9999]], "prompt[0]"),
-        ([["a"]], "prompt[0][0]"), ([5.0], "prompt[0]"), ("x" * 600, "prompt"), (["x"] * 5000, "prompt"),
+        (None, "prompt"),
+        ([], "prompt"),
+        (5, "prompt"),
+        ({}, "prompt"),
+        ("", "prompt"),
+        ([""], "prompt[0]"),
+        (["a", 5], "prompt[1]"),
+        ([[5], []], "prompt[1]"),
+        ([5, "a"], "prompt[1]"),
+        ([5, True], "prompt[1]"),
+        ([[5], [6, "x"]], "prompt[1][1]"),
+        ([5, 9999], "prompt"),
+        ([[5], [9999]], "prompt[1]"),
+        ([[9999]], "prompt[0]"),
+        ([["a"]], "prompt[0][0]"),
+        ([5.0], "prompt[0]"),
+        ("x" * 600, "prompt"),
+        (["x"] * 5000, "prompt"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_refused_prompts(prompt: Any, param: str, stream: bool) -> None:
     assert refusal(prompt, stream=stream) == (400, param)
@@ -316,13 +337,19 @@ def test_a_refused_prompt_refuses_all_prompts_of_the_request() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"suffix": "x"}, "suffix"), ({"best_of": 2}, "best_of"), ({"logprobs": 21}, "logprobs"),
-        ({"logprobs": -2}, "logprobs"), ({"logprobs": 1.5}, "logprobs"), ({"prompt_embeds": "x"}, "prompt_embeds"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -2}, "logprobs"),
+        ({"logprobs": 1.5}, "logprobs"),
+        ({"prompt_embeds": "x"}, "prompt_embeds"),
         ({"echo": True, "logprobs": 1, "prompt_logprobs_start": 1}, "prompt_logprobs_start"),
-        ({"max_tokens": -2}, "max_tokens"), ({"max_completion_tokens": -2}, "max_completion_tokens"),
-        ({"response_format": {"type": "xml"}}, "response_format.type"), ({"echo": "yes"}, "echo"),
+        ({"max_tokens": -2}, "max_tokens"),
+        ({"max_completion_tokens": -2}, "max_completion_tokens"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"echo": "yes"}, "echo"),
     ],
-)  # fmt: skip
+)
 def test_refused_fields(fields: dict[str, Any], param: str) -> None:
     assert refusal(**fields) == (400, param)
 
@@ -357,10 +384,13 @@ def test_ids_without_a_tokenizer() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"prompt": "ab"}, "prompt"), ({"prompt": [[5], "ab"]}, "prompt[1]"), ({"stop": ["x"]}, "stop"),
-        ({"bad_words": ["x"]}, "bad_words"), ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+        ({"prompt": "ab"}, "prompt"),
+        ({"prompt": [[5], "ab"]}, "prompt[1]"),
+        ({"stop": ["x"]}, "stop"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
     ],
-)  # fmt: skip
+)
 def test_texts_without_a_tokenizer_are_refused(fields: dict[str, Any], param: str) -> None:
     answer = site(tokens_only=True).post(COMPLETIONS, {"prompt": [5]} | fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text

@@ -24,8 +24,12 @@ ROUTES: list[tuple[str, dict[str, Any] | None, str, dict[str, Any]]] = [
     ("/pause?mode=keep&clear_cache=false", None, "pause", {"mode": "keep", "clear_cache": False}),
     ("/pause?wait_for_inflight_requests=true", None, "pause", {"mode": "wait", "clear_cache": True}),
     ("/pause", {"mode": "wait"}, "pause", {"mode": "wait", "clear_cache": True}),
-    ("/pause?lease=5", {"take_over": True}, "pause",
-     {"mode": "abort", "clear_cache": True, "lease": 5.0, "take_over": True}),
+    (
+        "/pause?lease=5",
+        {"take_over": True},
+        "pause",
+        {"mode": "abort", "clear_cache": True, "lease": 5.0, "take_over": True},
+    ),
     ("/extend_pause", None, "extend_pause", {}),
     ("/resume", None, "resume", {}),
     ("/sleep?level=2&mode=wait", None, "sleep", {"level": 2, "mode": "wait"}),
@@ -38,7 +42,9 @@ ROUTES: list[tuple[str, dict[str, Any] | None, str, dict[str, Any]]] = [
     ("/reset_prefix_cache", {"reset_running_requests": False}, "reset_prefix_cache", {}),
     ("/reset_prefix_cache?reset_external=true", None, "reset_prefix_cache", {"reset_external": True}),
     (
-        "/add_draft_corpus", {"draft_group": "g", "token_ids": [[5, 6]]}, "add_draft_corpus",
+        "/add_draft_corpus",
+        {"draft_group": "g", "token_ids": [[5, 6]]},
+        "add_draft_corpus",
         {"draft_group": "g", "token_ids": [pack_ids([5, 6])], "lora_name": "", "cache_salt": ""},
     ),
     ("/remove_draft_corpus", {"draft_group": "g"}, "remove_draft_corpus", {"draft_group": "g"}),
@@ -46,42 +52,82 @@ ROUTES: list[tuple[str, dict[str, Any] | None, str, dict[str, Any]]] = [
     ("/shutdown_weight_transfer_engine", {}, "shutdown_weight_transfer_engine", {}),
     ("/start_weight_update", None, "start_weight_update", {"is_checkpoint_format": True}),
     ("/start_weight_update", {}, "start_weight_update", {"is_checkpoint_format": True}),
-    ("/start_weight_update", {"lease": 30, "take_over": True}, "start_weight_update",
-     {"is_checkpoint_format": True, "lease": 30.0, "take_over": True}),
-    ("/init_weight_transfer_engine", {"init_info": {}, "take_over": True}, "init_weight_transfer_engine",
-     {"init_info": {}, "take_over": True}),
-    ("/update_weights", {"weight_dir": "/w", "recompute_kv": True, "take_over": True}, "update_weights_from_dir",
-     {"weight_dir": "/w", "weight_version": None, "recompute_kv": True, "take_over": True}),
-    ("/finish_weight_update", {"recompute_kv": True}, "finish_weight_update",
-     {"weight_version": None, "recompute_kv": True}),
+    (
+        "/start_weight_update",
+        {"lease": 30, "take_over": True},
+        "start_weight_update",
+        {"is_checkpoint_format": True, "lease": 30.0, "take_over": True},
+    ),
+    (
+        "/init_weight_transfer_engine",
+        {"init_info": {}, "take_over": True},
+        "init_weight_transfer_engine",
+        {"init_info": {}, "take_over": True},
+    ),
+    (
+        "/update_weights",
+        {"weight_dir": "/w", "recompute_kv": True, "take_over": True},
+        "update_weights_from_dir",
+        {"weight_dir": "/w", "weight_version": None, "recompute_kv": True, "take_over": True},
+    ),
+    (
+        "/finish_weight_update",
+        {"recompute_kv": True},
+        "finish_weight_update",
+        {"weight_version": None, "recompute_kv": True},
+    ),
     ("/update_weights", {"update_info": UPDATE}, "update_weights", {"update": UPDATE}),
     ("/update_weights", {"update_info": [UPDATE]}, "update_weights", {"update": UPDATE}),
     ("/update_weights", {"weight_dir": "/w"}, "update_weights_from_dir", {"weight_dir": "/w", "weight_version": None}),
-    ("/update_weights", {"weight_dir": "/w", "skip_prefix_cache_reset": True}, "update_weights_from_dir",
-     {"weight_dir": "/w", "weight_version": None}),
+    (
+        "/update_weights",
+        {"weight_dir": "/w", "skip_prefix_cache_reset": True},
+        "update_weights_from_dir",
+        {"weight_dir": "/w", "weight_version": None},
+    ),
     ("/areal_pause_generation", {}, "pause", {"mode": "abort", "clear_cache": True}),
     ("/areal_continue_generation", {}, "resume", {}),
-    ("/areal_update_weights", {"model_path": "/w"}, "update_weights_from_dir",
-     {"weight_dir": "/w", "weight_version": None}),
+    (
+        "/areal_update_weights",
+        {"model_path": "/w"},
+        "update_weights_from_dir",
+        {"weight_dir": "/w", "weight_version": None},
+    ),
     ("/finish_weight_update", None, "finish_weight_update", {"weight_version": None}),
     ("/finish_weight_update", {"weight_version": "7"}, "finish_weight_update", {"weight_version": "7"}),
     ("/abort_weight_update", None, "abort_weight_update", {}),
     ("/start_profile", None, "start_profile", {"max_iterations": None, "max_seconds": 60.0, "op_by_op": False}),
-    ("/start_profile", {"profile_prefix": "a", "delay_iterations": 2, "profiler_kwargs": {"with_stack": True}},
-     "start_profile", {"profile_prefix": "a", "delay_iterations": 2, "profiler_kwargs": {"with_stack": True}}),
+    (
+        "/start_profile",
+        {"profile_prefix": "a", "delay_iterations": 2, "profiler_kwargs": {"with_stack": True}},
+        "start_profile",
+        {"profile_prefix": "a", "delay_iterations": 2, "profiler_kwargs": {"with_stack": True}},
+    ),
     ("/stop_profile", {}, "stop_profile", {}),
     ("/update_weight_version", {"new_version": "v"}, "update_weight_version", {"new_version": "v"}),
-    ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/p"}, "load_lora_adapter",
-     {"lora_name": "a", "lora_path": "/p", "load_inplace": None}),
-    ("/load_lora_adapter?lora_name=a", {"lora_path": "/p", "load_inplace": True}, "load_lora_adapter",
-     {"lora_name": "a", "lora_path": "/p", "load_inplace": True}),
+    (
+        "/v1/load_lora_adapter",
+        {"lora_name": "a", "lora_path": "/p"},
+        "load_lora_adapter",
+        {"lora_name": "a", "lora_path": "/p", "load_inplace": None},
+    ),
+    (
+        "/load_lora_adapter?lora_name=a",
+        {"lora_path": "/p", "load_inplace": True},
+        "load_lora_adapter",
+        {"lora_name": "a", "lora_path": "/p", "load_inplace": True},
+    ),
     ("/v1/unload_lora_adapter", {"lora_name": "a", "lora_int_id": 3}, "unload_lora_adapter", {"lora_name": "a"}),
     ("/unload_lora_adapter", {"lora_name": "a"}, "unload_lora_adapter", {"lora_name": "a"}),
     ("/weight_checker", {"action": "checksum", "names": "memory"}, "weight_checksums", {}),
     ("/weight_checker", {"action": "checksum", "names": "checkpoint"}, "checkpoint_checksums", {}),
-    ("/collective_rpc", {"method": "f", "args": [1], "kwargs": {"a": 2}}, "collective_rpc",
-     {"method": "f", "args": [1], "kwargs": {"a": 2}}),
-]  # fmt: skip
+    (
+        "/collective_rpc",
+        {"method": "f", "args": [1], "kwargs": {"a": 2}},
+        "collective_rpc",
+        {"method": "f", "args": [1], "kwargs": {"a": 2}},
+    ),
+]
 
 
 @pytest.mark.parametrize(("path", "sent", "verb", "args"), ROUTES, ids=lambda value: str(value)[:40])
@@ -94,9 +140,15 @@ def test_each_route_is_one_call_of_the_engine(path: str, sent: Any, verb: str, a
 
 @pytest.mark.parametrize(
     ("path", "name", "value"),
-    [("/pause", "lease", "5"), ("/pause", "clear_cache", "true"), ("/pause", "clear_cache", 1),
-     ("/sleep", "level", "1"), ("/sleep", "level", 1.0), ("/add_draft_corpus", "token_ids", [[5.0]])],
-)  # fmt: skip
+    [
+        ("/pause", "lease", "5"),
+        ("/pause", "clear_cache", "true"),
+        ("/pause", "clear_cache", 1),
+        ("/sleep", "level", "1"),
+        ("/sleep", "level", 1.0),
+        ("/add_draft_corpus", "token_ids", [[5.0]]),
+    ],
+)
 def test_values_of_a_body_are_not_converted(path: str, name: str, value: Any) -> None:
     s = command_site()
     answer = s.post(path, {"draft_group": "g", name: value} if name == "token_ids" else {name: value})
@@ -113,8 +165,12 @@ def test_the_table_has_every_control_route() -> None:
 
 def test_replies_of_the_control_routes() -> None:
     s = command_site()
-    s.llm.answers = {"reset_prefix_cache": True, "weight_checksums": {"a": "1", "b": "2"}, "collective_rpc": [3],
-                     "pause": {"status": "paused"}}  # fmt: skip
+    s.llm.answers = {
+        "reset_prefix_cache": True,
+        "weight_checksums": {"a": "1", "b": "2"},
+        "collective_rpc": [3],
+        "pause": {"status": "paused"},
+    }
     s.llm.status = Status("paused", "v7", 7, True)
     assert s.get("/is_paused").json() == {"is_paused": True} and s.get("/is_sleeping").json() == {"is_sleeping": False}
     assert s.post("/reset_prefix_cache", {}).json() == {"success": True}
@@ -141,10 +197,14 @@ def test_checksums_in_memory_and_of_the_checkpoint() -> None:
     assert check(action="checksum", names="checkpoint") == known
     assert check(action="compare", baseline={"place": "0"})["match"] is True
     for baseline, mismatches in (
-        ({"a": "1", "head": "2", "embed": "2"}, []), ({"a": "1", "embed": "2"}, []), ({"a": "1", "head": "2"}, []),
-        ({"a": "1"}, ["embed", "head"]), ({"a": "3", "embed": "2"}, ["a"]), ({"a": "1", "embed": "2", "x": "1"}, ["x"]),
+        ({"a": "1", "head": "2", "embed": "2"}, []),
+        ({"a": "1", "embed": "2"}, []),
+        ({"a": "1", "head": "2"}, []),
+        ({"a": "1"}, ["embed", "head"]),
+        ({"a": "3", "embed": "2"}, ["a"]),
+        ({"a": "1", "embed": "2", "x": "1"}, ["x"]),
         ({"a": "1", "embed": "2", "head": "5"}, ["head"]),
-    ):  # fmt: skip
+    ):
         actual = check(action="compare", names="checkpoint", baseline=baseline)
         assert actual == {"match": not mismatches, "mismatches": mismatches}, baseline
     answer = s.post("/weight_checker", {"action": "checksum", "names": "files"})
@@ -152,26 +212,35 @@ def test_checksums_in_memory_and_of_the_checkpoint() -> None:
 
 
 BAD = [
-    ("/pause?clear_cache=perhaps", None, "clear_cache"), ("/pause", {"node": "keep"}, "node"),
-    ("/sleep?level=two", None, "level"), ("/sleep", {"level": 2**63}, "level"), ("/sleep", {"level": -1}, "level"),
+    ("/pause?clear_cache=perhaps", None, "clear_cache"),
+    ("/pause", {"node": "keep"}, "node"),
+    ("/sleep?level=two", None, "level"),
+    ("/sleep", {"level": 2**63}, "level"),
+    ("/sleep", {"level": -1}, "level"),
     ("/sleep?level=36893488147419103232", None, "level"),
     ("/sleep", {"tags": ["disk"]}, "tags[0]"),
     ("/wake_up", {"tags": "weights"}, "tags"),
-    ("/init_weight_transfer_engine", {}, "init_info"), ("/update_weights", {}, "update_info"),
-    ("/update_weights", {"weight_dir": None}, "update_info"), ("/update_weights", {"update_info": []}, "update_info"),
+    ("/init_weight_transfer_engine", {}, "init_info"),
+    ("/update_weights", {}, "update_info"),
+    ("/update_weights", {"weight_dir": None}, "update_info"),
+    ("/update_weights", {"update_info": []}, "update_info"),
     ("/update_weights", {"update_info": {}, "weight_dir": "w"}, "update_info"),
     ("/update_weights", {"update_info": UPDATE, "recompute_kv": True}, "recompute_kv"),
     ("/update_weights", {"update_info": UPDATE, "take_over": True}, "take_over"),
-    ("/update_weight_version", {}, "new_version"), ("/weight_checker", {"action": "reset"}, "action"),
-    ("/weight_checker", {"action": "compare"}, "baseline"), ("/collective_rpc", {}, "method"),
-    ("/pause", [1], None), ("/areal_update_weights", {"weight_dir": "/w"}, "weight_dir"),
+    ("/update_weight_version", {}, "new_version"),
+    ("/weight_checker", {"action": "reset"}, "action"),
+    ("/weight_checker", {"action": "compare"}, "baseline"),
+    ("/collective_rpc", {}, "method"),
+    ("/pause", [1], None),
+    ("/areal_update_weights", {"weight_dir": "/w"}, "weight_dir"),
     ("/collective_rpc", {"method": "f", "timeout": 0}, "timeout"),
     ("/collective_rpc", {"method": "f", "timeout": 1e300}, "timeout"),
     ("/start_profile", {"profile_prefix": "../x"}, "profile_prefix"),
     ("/start_profile", {"max_seconds": 0}, "max_seconds"),
-    ("/start_profile", {"max_iterations": -1}, "max_iterations"), ("/start_profile", {"num_steps": 1}, "num_steps"),
+    ("/start_profile", {"max_iterations": -1}, "max_iterations"),
+    ("/start_profile", {"num_steps": 1}, "num_steps"),
     ("/start_profile", {"profiler_kwargs": {"with_stack": 5}}, "profiler_kwargs[...]"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("path", "sent", "param"), BAD, ids=str)
@@ -184,9 +253,12 @@ def test_bad_bodies_name_the_field(path: str, sent: Any, param: str | None) -> N
 
 @pytest.mark.parametrize(
     ("method", "path", "body"),
-    [("POST", "/collective_rpc", {"method": "f", "timeout": 0.5}), ("GET", "/liveness", None),
-     ("GET", "/health?deep=1", None)],
-)  # fmt: skip
+    [
+        ("POST", "/collective_rpc", {"method": "f", "timeout": 0.5}),
+        ("GET", "/liveness", None),
+        ("GET", "/health?deep=1", None),
+    ],
+)
 def test_an_engine_that_does_not_answer_in_time_is_not_called_dead(
     method: str, path: str, body: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,10 +336,18 @@ def test_a_disconnected_sender_ends_the_update() -> None:
         """Discard the reply."""
 
     scope = {
-        "type": "http", "method": "POST", "path": "/update_weights", "raw_path": b"/update_weights", "root_path": "",
-        "headers": [(b"content-type", b"application/octet-stream")], "query_string": b"", "scheme": "http",
-        "server": ("a", 1), "client": ("127.0.0.1", 1), "http_version": "1.1",
-    }  # fmt: skip
+        "type": "http",
+        "method": "POST",
+        "path": "/update_weights",
+        "raw_path": b"/update_weights",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/octet-stream")],
+        "query_string": b"",
+        "scheme": "http",
+        "server": ("a", 1),
+        "client": ("127.0.0.1", 1),
+        "http_version": "1.1",
+    }
     asyncio.run(s.app(scope, receive, send))
     assert s.llm.commands[-1][1]["broken"] is True
 
@@ -275,12 +355,16 @@ def test_a_disconnected_sender_ends_the_update() -> None:
 @pytest.mark.parametrize(
     ("path", "nearest"),
     [
-        ("/chat/completions", "/v1/chat/completions"), ("/completions", "/v1/completions"),
-        ("/v1/v1/models", "/v1/models"), ("/v1/generate", "/inference/v1/generate"), ("/v1", None),
-        ("/v1/moderations", None), ("/v1/completion", "/v1/completions"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/completions", "/v1/completions"),
+        ("/v1/v1/models", "/v1/models"),
+        ("/v1/generate", "/inference/v1/generate"),
+        ("/v1", None),
+        ("/v1/moderations", None),
+        ("/v1/completion", "/v1/completions"),
         ("/v1/chat/completion", "/v1/chat/completions"),
     ],
-)  # fmt: skip
+)
 def test_an_unknown_route_is_refused_with_the_nearest_one(path: str, nearest: str | None) -> None:
     message = command_site().post(path, {}).json()["error"]["message"]
     assert message == f"there is no route {path}" + (f"; did you mean {nearest}?" if nearest else "")
@@ -318,7 +402,7 @@ def test_a_reply_reports_a_pause(state: str) -> None:
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5},
         "/generate": {"input_ids": [5]},
         "/v1/messages": {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]},
-    }  # fmt: skip
+    }
     s = command_site(sglang_api=True)
     s.llm.status = Status(state=state)
     for path, body in bodies.items():

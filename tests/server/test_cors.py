@@ -61,10 +61,13 @@ def test_other_pages_are_not_told_that_they_may() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
-        (CHAT, {"messages": 5}, 400), ("/nowhere", {}, 404), (CHAT, BODY | {"model": "x"}, 404),
-        (CHAT, BODY | {"stream": True}, 200), (GENERATE, {"token_ids": [5], "stream": True}, 200),
+        (CHAT, {"messages": 5}, 400),
+        ("/nowhere", {}, 404),
+        (CHAT, BODY | {"model": "x"}, 404),
+        (CHAT, BODY | {"stream": True}, 200),
+        (GENERATE, {"token_ids": [5], "stream": True}, 200),
     ],
-)  # fmt: skip
+)
 def test_errors_and_streams_can_be_read(path: str, body: dict[str, Any], status: int) -> None:
     answer = site(allowed_origins=[PAGE]).post(path, body, headers={"Origin": PAGE})
     assert answer.status_code == status and answer.headers[ALLOW] == PAGE and "Origin" in answer.headers["vary"]

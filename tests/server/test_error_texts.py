@@ -50,9 +50,12 @@ def test_the_routes_name_tools_by_their_own_paths() -> None:
     assert path == "tools[0].parameters" and text.startswith("tools[0].parameters cannot be used: uniqueItems")
     deferred = {"name": "later", "input_schema": {"type": "object"}, "defer_loading": True}
     body = {
-        "model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "a"}],
-        "tools": [deferred, {"name": "bad", "input_schema": UNIQUE}], "tool_choice": {"type": "any"},
-    }  # fmt: skip
+        "model": "tiny",
+        "max_tokens": 4,
+        "messages": [{"role": "user", "content": "a"}],
+        "tools": [deferred, {"name": "bad", "input_schema": UNIQUE}],
+        "tool_choice": {"type": "any"},
+    }
     _, text = error_of(s.post(MESSAGES, body))
     assert text.startswith("tools[1].input_schema cannot be used: uniqueItems cannot be enforced (at #/properties/tags")
 

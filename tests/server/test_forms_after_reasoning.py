@@ -72,10 +72,12 @@ def test_an_open_thought_ends_before_the_form(text: str, fields: dict[str, Any],
 @pytest.mark.parametrize(
     ("template", "more"),
     [
-        (THINKER, {"chat_template_kwargs": {"enable_thinking": False}}), (THINKER, {"reasoning_effort": "none"}),
-        (HERMES, {"reasoning_effort": "none"}), (HERMES, {"chat_template_kwargs": {"thinking": False}}),
+        (THINKER, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (THINKER, {"reasoning_effort": "none"}),
+        (HERMES, {"reasoning_effort": "none"}),
+        (HERMES, {"chat_template_kwargs": {"thinking": False}}),
     ],
-)  # fmt: skip
+)
 def test_without_a_thought_the_form_begins_at_once(template: str, more: dict[str, Any]) -> None:
     s = chat_site(ANSWER, template, reasoning_parser="qwen3")
     choice = good(s.post(CHAT, {"messages": USER, "response_format": FORM} | more))["choices"][0]
@@ -127,9 +129,12 @@ def test_responses_and_messages_reason_first() -> None:
     assert [item["type"] for item in output] == ["reasoning", "message"]
     assert output[1]["content"][0]["text"] == ANSWER
     body = {
-        "model": "tiny", "max_tokens": 100, "messages": USER, "tools": [{"name": "f", "input_schema": SCHEMA}],
+        "model": "tiny",
+        "max_tokens": 100,
+        "messages": USER,
+        "tools": [{"name": "f", "input_schema": SCHEMA}],
         "tool_choice": {"type": "tool", "name": "f"},
-    }  # fmt: skip
+    }
     blocks = good(s.post("/v1/messages", body))["content"]
     assert [block["type"] for block in blocks] == ["thinking", "tool_use"]
     assert blocks[0]["thinking"] == THOUGHT and blocks[1]["input"] == {"a": 1}

@@ -52,8 +52,11 @@ def test_while_another_engine_starts_requests_are_told_when_to_come_back() -> No
     ):
         assert answer.status_code == 503 and answer.headers["retry-after"] == "7"
         assert answer.json()["error"] == {
-            "message": "it has crashed", "type": "engine_dead_error", "param": None, "code": "engine_restarting",
-        }  # fmt: skip
+            "message": "it has crashed",
+            "type": "engine_dead_error",
+            "param": None,
+            "code": "engine_restarting",
+        }
     s.llm.down = None
     assert s.post("/inference/v1/generate", body).status_code == 200
 
@@ -138,13 +141,16 @@ def test_tokenize_messages() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        ("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
-        ("/tokenize", {"messages": [5]}, "messages[0]"), ("/detokenize", {}, "tokens"),
-        ("/detokenize", {"tokens": ["a"]}, "tokens[0]"), ("/detokenize", {"tokens": [5, -1]}, "tokens[1]"),
+        ("/tokenize", {"messages": [5]}, "messages[0]"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [5, -1]}, "tokens[1]"),
         ("/detokenize", {"tokens": [10**20]}, "tokens[0]"),
     ],
-)  # fmt: skip
+)
 def test_tokenize_refusals(path: str, body: Any, param: str) -> None:
     answer = site().post(path, body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
@@ -228,9 +234,18 @@ async def answer_behind(root: str, path: str, s: Site, method: str = "GET") -> i
         return {"type": "http.disconnect"}
 
     scope = {
-        "type": "http", "method": method, "path": path, "raw_path": path.encode(), "root_path": root, "headers": [],
-        "query_string": b"", "scheme": "http", "server": ("a", 1), "client": ("192.0.2.7", 1), "http_version": "1.1",
-    }  # fmt: skip
+        "type": "http",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": root,
+        "headers": [],
+        "query_string": b"",
+        "scheme": "http",
+        "server": ("a", 1),
+        "client": ("192.0.2.7", 1),
+        "http_version": "1.1",
+    }
     await s.app(scope, receive, send)
     return seen[0]
 

@@ -10,9 +10,20 @@ from tokserve.server.replies import logprobs
 
 
 def back(row: Logprobs, token_id: int, top: int, named: tuple[int, ...] = ()) -> tuple[list[int], list[float]]:
-    written = {"content": [{"token_id": entry.token_id, "logprob": entry.logprob, "rank": entry.rank, "top_logprobs": [
-        {"token_id": other.token_id, "logprob": other.logprob, "rank": other.rank} for other in entry.top_logprobs]}
-        for entry in logprobs.objects(row, [token_id], top).content]}  # fmt: skip
+    written = {
+        "content": [
+            {
+                "token_id": entry.token_id,
+                "logprob": entry.logprob,
+                "rank": entry.rank,
+                "top_logprobs": [
+                    {"token_id": other.token_id, "logprob": other.logprob, "rank": other.rank}
+                    for other in entry.top_logprobs
+                ],
+            }
+            for entry in logprobs.objects(row, [token_id], top).content
+        ]
+    }
     actual = read.parse_output(written, [token_id], top, named, "logprobs")
     return np.frombuffer(actual.top_ids, "<i4").tolist(), np.frombuffer(actual.top_logprobs, "<f4").tolist()
 

@@ -99,9 +99,11 @@ def test_the_models_own_number_of_dimensions_has_no_effect(monkeypatch: pytest.M
 
 
 CUT = {
-    "/v1/embeddings": {"input": "ab"}, "/pooling": {"input": "ab"}, "/score": {"queries": "a", "documents": "b"},
+    "/v1/embeddings": {"input": "ab"},
+    "/pooling": {"input": "ab"},
+    "/score": {"queries": "a", "documents": "b"},
     "/rerank": {"query": "a", "documents": ["b"]},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("path", CUT)

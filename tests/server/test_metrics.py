@@ -15,16 +15,35 @@ from tokserve.server.compat import VLLM_METRICS
 from tokserve.server.http.loop_monitor import LoopMonitor
 
 NAMES = [
-    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total",
-    "prefix_cache_hits_total", "num_preemptions_total", "prompt_tokens_total", "generation_tokens_total",
-    "request_success_total", "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket",
-    "e2e_request_latency_seconds_bucket", "request_queue_time_seconds_bucket", "request_prefill_time_seconds_bucket",
-    "request_decode_time_seconds_bucket", "request_aborts_total", "request_prompt_tokens_bucket",
-    "request_generation_tokens_bucket", "request_params_n_bucket", "request_params_max_tokens_bucket",
-    "num_requests_waiting_by_reason", "cache_config_info", "request_inference_time_seconds_bucket",
-    "request_time_per_output_token_seconds_bucket", "event_loop_lag_seconds_bucket", "event_loop_stall_seconds_bucket",
-    "stream_serialization_seconds_bucket", "http_requests_in_flight",
-]  # fmt: skip
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "num_preemptions_total",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "request_success_total",
+    "time_to_first_token_seconds_bucket",
+    "inter_token_latency_seconds_bucket",
+    "e2e_request_latency_seconds_bucket",
+    "request_queue_time_seconds_bucket",
+    "request_prefill_time_seconds_bucket",
+    "request_decode_time_seconds_bucket",
+    "request_aborts_total",
+    "request_prompt_tokens_bucket",
+    "request_generation_tokens_bucket",
+    "request_params_n_bucket",
+    "request_params_max_tokens_bucket",
+    "num_requests_waiting_by_reason",
+    "cache_config_info",
+    "request_inference_time_seconds_bucket",
+    "request_time_per_output_token_seconds_bucket",
+    "event_loop_lag_seconds_bucket",
+    "event_loop_stall_seconds_bucket",
+    "stream_serialization_seconds_bucket",
+    "http_requests_in_flight",
+]
 
 
 def values(s: Site) -> dict[str, float]:
@@ -53,9 +72,28 @@ def test_content_type_is_prometheus() -> None:
 
 def test_the_engines_statistics() -> None:
     s = site()
-    s.llm.stats = StepStats(2, 3, 16, 8, 64, 100, 4, 1000, 500, 800, 200, 1, deferred=1,
-        grammar_bytes=77, grammars_compiling=6, grammar_refusals=9, clients=5, stalled=13, displaced=21,
-        snapshots=12)  # fmt: skip
+    s.llm.stats = StepStats(
+        2,
+        3,
+        16,
+        8,
+        64,
+        100,
+        4,
+        1000,
+        500,
+        800,
+        200,
+        1,
+        deferred=1,
+        grammar_bytes=77,
+        grammars_compiling=6,
+        grammar_refusals=9,
+        clients=5,
+        stalled=13,
+        displaced=21,
+        snapshots=12,
+    )
     actual = values(s)
     assert actual["tokserve:num_requests_running"] == 2 and actual["tokserve:num_requests_waiting"] == 3
     assert actual["tokserve:kv_cache_usage_perc"] == 0.25 and actual["tokserve:num_preemptions_total"] == 4
@@ -75,8 +113,15 @@ def test_each_engine_has_its_own_samples_and_the_front_end_sums() -> None:
     s = site(vllm_metric_names=True)
     s.llm.stats = StepStats(running=2, blocks_held=16, blocks_total=64, output_tokens=50, accepted_by_position=[4])
     store = StoreStats(saved=7, hits=5)
-    second = StepStats(running=1, blocks_held=48, blocks_total=64, output_tokens=20, preemptions=3, store=store,
-                       drafts_by_source={"prompt": (6, 2)})  # fmt: skip
+    second = StepStats(
+        running=1,
+        blocks_held=48,
+        blocks_total=64,
+        output_tokens=20,
+        preemptions=3,
+        store=store,
+        drafts_by_source={"prompt": (6, 2)},
+    )
     ready = msgspec.structs.replace(s.llm.ready, num_blocks=32)
     s.llm.other_engines = [
         EngineReport(1, second, Status(state="paused", epoch=9), ready),
@@ -92,19 +137,25 @@ def test_each_engine_has_its_own_samples_and_the_front_end_sums() -> None:
             name = ",".join([sample[2], *(value for label, value in labels.items() if label != "num_gpu_blocks")])
             samples.setdefault(name, {})[rank] = float(sample[4])
     for name, of_engines in (
-        ("num_requests_running", [2, 1, 0]), ("kv_cache_usage_perc", [0.25, 0.75, 0]),
-        ("generation_tokens_total", [50, 20, 0]), ("num_preemptions_total", [0, 3, 0]), ("weight_epoch", [0, 9, 0]),
-        ("engine_state,running", [1, 0, 0]), ("engine_state,paused", [0, 1, 0]),
-        ("external_prefix_cache_hits_total", [0, 5, 0]), ("kv_store_operations_total,saved", [0, 7, 0]),
-    ):  # fmt: skip
+        ("num_requests_running", [2, 1, 0]),
+        ("kv_cache_usage_perc", [0.25, 0.75, 0]),
+        ("generation_tokens_total", [50, 20, 0]),
+        ("num_preemptions_total", [0, 3, 0]),
+        ("weight_epoch", [0, 9, 0]),
+        ("engine_state,running", [1, 0, 0]),
+        ("engine_state,paused", [0, 1, 0]),
+        ("external_prefix_cache_hits_total", [0, 5, 0]),
+        ("kv_store_operations_total,saved", [0, 7, 0]),
+    ):
         assert samples[name] == {str(rank): value for rank, value in enumerate(of_engines)}, name
     assert samples["spec_decode_num_accepted_tokens_per_pos_total,0"] == {"0": 4}
     assert samples["spec_decode_num_draft_tokens_by_source_total,prompt"] == {"1": 6}
     assert samples["request_success_total,length"] == samples["e2e_request_latency_seconds_count"] == {"0": 1}
     shown = s.get("/metrics").text
     assert dict(re.findall(r'^vllm:cache_config_info\{.*engine="(\d)".*num_gpu_blocks="(\d+)"', shown, re.M)) == {
-        "0": "1024", "1": "32",
-    }  # fmt: skip
+        "0": "1024",
+        "1": "32",
+    }
 
 
 def test_a_finished_request_is_observed_once_per_choice() -> None:
@@ -154,9 +205,13 @@ def test_the_labels_that_routers_read() -> None:
     (config,) = re.findall(r"^vllm:cache_config_info\{(.*)\} 1\.0$", shown, re.MULTILINE)
     labels = dict(re.findall(r'(\w+)="([^"]*)"', config))
     expected = {
-        "block_size": "16", "enable_prefix_caching": "True", "engine": "0", "gpu_memory_utilization": "0.9",
-        "num_gpu_blocks": "1024", "kv_cache_size_tokens": "16384",
-    }  # fmt: skip
+        "block_size": "16",
+        "enable_prefix_caching": "True",
+        "engine": "0",
+        "gpu_memory_utilization": "0.9",
+        "num_gpu_blocks": "1024",
+        "kv_cache_size_tokens": "16384",
+    }
     assert labels.items() >= expected.items()
     for line in (
         'num_requests_running{engine="0",model_name="tiny"} 0.0',

@@ -65,14 +65,19 @@ ROWS: list[Row] = [
     ("qwen3", HERMES, [USER | {"content": "what is <think>?"}], {}, "A tag.", None, "A tag."),
     ("deepseek_r1", HERMES, [USER | {"content": "x" * 300 + "</think>"}], {}, "hm</think>Yes", "hm", "Yes"),
     ("qwen3", HERMES, begun("<think>" + "long " * 200), CONTINUED, "so</think>Yes", "so", "Yes"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("parser", "template", "messages", "fields", "text", "reasoning", "content"), ROWS)
 def test_chat_reads_the_open_turn(
-    parser: str, template: str, messages: list[Any], fields: dict[str, Any], text: str, reasoning: str | None,
+    parser: str,
+    template: str,
+    messages: list[Any],
+    fields: dict[str, Any],
+    text: str,
+    reasoning: str | None,
     content: str | None,
-) -> None:  # fmt: skip
+) -> None:
     s = chat_site(text, template, reasoning_parser=parser, max_model_len=4096)
     body = {"messages": messages, "request_id": "r"} | fields
     reply = good(s.post(CHAT, body))
@@ -119,18 +124,24 @@ def test_responses_read_the_open_turn() -> None:
 
 def test_a_prompt_in_which_no_turn_can_be_told() -> None:
     for parser, prompt, inside in (
-        ("qwen3", "x<think>\n", True), ("qwen3", "x", False), ("deepseek_r1", "x", True),
+        ("qwen3", "x<think>\n", True),
+        ("qwen3", "x", False),
+        ("deepseek_r1", "x", True),
         ("deepseek_r1", "x</think>\n\n", False),
-    ):  # fmt: skip
+    ):
         for before in (None, "<|never|>", " \n"):
             assert answer_start(THOUGHTS[parser], TOKENIZER, ids(prompt), before) == AnswerStart(inside)
 
 
 def test_what_a_template_writes_before_an_answer() -> None:
     rows = [
-        (HERMES, "<|im_start|>assistant\n"), (OPENED, "<|im_start|>assistant\n<think>\n"), (MISTRAL, "[/INST]"),
-        (DISTILL, "<|Assistant|><think>\n"), ("{{ raise_exception('') }}", None), ("{{ messages }", None),
-    ]  # fmt: skip
+        (HERMES, "<|im_start|>assistant\n"),
+        (OPENED, "<|im_start|>assistant\n<think>\n"),
+        (MISTRAL, "[/INST]"),
+        (DISTILL, "<|Assistant|><think>\n"),
+        ("{{ raise_exception('') }}", None),
+        ("{{ messages }", None),
+    ]
     for template, expected in rows:
         assert ChatTemplate(TOKENIZER, HERMES).before_answer(template) == expected
     assert ChatTemplate(TOKENIZER, HERMES).before_answer() == rows[0][1]

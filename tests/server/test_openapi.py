@@ -16,9 +16,11 @@ from tokserve.server.openapi import NUMBERS
 GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
 RESPONSES = "/v1/responses"
 PROMPTS = {
-    GENERATE: {"token_ids": [5]}, CHAT: {"messages": [{"role": "user", "content": "x"}], "logprobs": True},
-    COMPLETIONS: {"prompt": "x", "echo": True}, RESPONSES: {"input": "x", "include": ["message.output_text.logprobs"]},
-}  # fmt: skip
+    GENERATE: {"token_ids": [5]},
+    CHAT: {"messages": [{"role": "user", "content": "x"}], "logprobs": True},
+    COMPLETIONS: {"prompt": "x", "echo": True},
+    RESPONSES: {"input": "x", "include": ["message.output_text.logprobs"]},
+}
 POOLING = {"runner": "pooling", "model": str(DEMO_DIR)}
 OPTIONS: list[dict[str, Any]] = [{}, {"tokens_only": True}, POOLING, {"sglang_api": True}, {"ui": True}]
 BODIES = {GENERATE: "GenerateBody", CHAT: "ChatBody", COMPLETIONS: "CompletionBody", RESPONSES: "ResponsesBody"}
@@ -140,8 +142,11 @@ def test_every_field_of_a_body_is_described_once(schemas: dict[str, Any]) -> Non
     everywhere = [schemas, site(**POOLING).get("/openapi.json").json()["components"]["schemas"]]
     described = {
         name
-        for group in everywhere for schema in group.values() for name in schema.get("properties", {}) if name in FIELDS
-    }  # fmt: skip
+        for group in everywhere
+        for schema in group.values()
+        for name in schema.get("properties", {})
+        if name in FIELDS
+    }
     assert described == set(FIELDS), "descriptions of fields that do not exist"
     for kind in [*BODIES.values(), "SamplingParams", "StructuredOutputs", "MessagesBody", "PauseBody", "StartUpdate"]:
         for name, field in schemas[kind]["properties"].items():
@@ -150,8 +155,13 @@ def test_every_field_of_a_body_is_described_once(schemas: dict[str, Any]) -> Non
 
 def test_examples_are_answered(server: Site) -> None:
     bodies = {kind: path for path, kind in BODIES.items()}
-    bodies |= {"MessagesBody": "/v1/messages", "TokenizeBody": "/tokenize", "DetokenizeBody": "/detokenize",
-               "AbortBody": "/abort_requests", "PauseBody": "/pause"}  # fmt: skip
+    bodies |= {
+        "MessagesBody": "/v1/messages",
+        "TokenizeBody": "/tokenize",
+        "DetokenizeBody": "/detokenize",
+        "AbortBody": "/abort_requests",
+        "PauseBody": "/pause",
+    }
     assert bodies.keys() == EXAMPLES.keys()
     for kind, path in bodies.items():
         answer = server.post(path, EXAMPLES[kind] | ({"model": "tiny"} if kind == "MessagesBody" else {}))

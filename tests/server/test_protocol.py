@@ -33,8 +33,17 @@ def cycle_on(transport: Transport) -> RequestResponseCycle:
     log = logging.getLogger("cycle")
     return RequestResponseCycle(
         {"type": "http", "method": "POST"},  # type: ignore[typeddict-item]
-        transport, FlowControl(transport), log, log, False, [], asyncio.Event(), False, True, lambda: None,
-    )  # fmt: skip
+        transport,
+        FlowControl(transport),
+        log,
+        log,
+        False,
+        [],
+        asyncio.Event(),
+        False,
+        True,
+        lambda: None,
+    )
 
 
 class Served(Caller):

@@ -128,10 +128,12 @@ GARBAGE, BROKEN = b"garbage\r\n\r\n", b"POST / HTTP/1.1\r\nHost: a\r\ntransfer-e
 @pytest.mark.parametrize(
     ("first", "second", "answer"),
     [
-        (GET, BROKEN, b"4\r\npart\r\n"), (GET, GET + BROKEN, b"4\r\npart\r\n"),
-        (b"", GARBAGE, b'"code":"invalid_http"}}'), (b"", BROKEN, b'"code":"invalid_http"}}'),
+        (GET, BROKEN, b"4\r\npart\r\n"),
+        (GET, GET + BROKEN, b"4\r\npart\r\n"),
+        (b"", GARBAGE, b'"code":"invalid_http"}}'),
+        (b"", BROKEN, b'"code":"invalid_http"}}'),
     ],
-)  # fmt: skip
+)
 def test_a_refusal_is_not_written_into_another_reply(first: bytes, second: bytes, answer: bytes) -> None:
     async def scene() -> None:
         with connected(endless) as (connection, wire):
@@ -221,10 +223,12 @@ def chunked(count: int, size: int) -> bytes:
 @pytest.mark.parametrize(
     ("body", "answer"),
     [
-        (chunked(1000, 1), b"HTTP/1.1 200 "), (chunked(5000, 100), b"HTTP/1.1 200 "),
-        (chunked(2000, 1), b"HTTP/1.1 400 "), (chunked(100, 2000) + chunked(8000, 1), b"HTTP/1.1 400 "),
+        (chunked(1000, 1), b"HTTP/1.1 200 "),
+        (chunked(5000, 100), b"HTTP/1.1 200 "),
+        (chunked(2000, 1), b"HTTP/1.1 400 "),
+        (chunked(100, 2000) + chunked(8000, 1), b"HTTP/1.1 400 "),
     ],
-)  # fmt: skip
+)
 def test_a_body_in_many_tiny_chunks_is_refused(body: bytes, answer: bytes) -> None:
     async def scene() -> None:
         with connected() as (connection, wire):

@@ -19,18 +19,24 @@ BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "reques
 USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 THOUGHT, ANSWER = "<think>\nhm, 漢\n</think>\n\n", "Yes."
 ROWS = [  # template, text, tokens of reasoning
-    (HERMES, THOUGHT + ANSWER, len(ids(THOUGHT))), (HERMES, THOUGHT, len(ids(THOUGHT)) + 1), (HERMES, ANSWER, 0),
-    (OPENED, "hm</think>" + ANSWER, len(ids("hm</think>"))), (OPENED, "hm", 3), (OPENED, "hm</think>" + CALL, 10),
-    (HERMES, f"<think>a</think>{CALL}<think>b</think>{ANSWER}", 32), (HERMES, "", 0),
-]  # fmt: skip
+    (HERMES, THOUGHT + ANSWER, len(ids(THOUGHT))),
+    (HERMES, THOUGHT, len(ids(THOUGHT)) + 1),
+    (HERMES, ANSWER, 0),
+    (OPENED, "hm</think>" + ANSWER, len(ids("hm</think>"))),
+    (OPENED, "hm", 3),
+    (OPENED, "hm</think>" + CALL, 10),
+    (HERMES, f"<think>a</think>{CALL}<think>b</think>{ANSWER}", 32),
+    (HERMES, "", 0),
+]
 
 
 @pytest.fixture(scope="module")
 def sites() -> dict[tuple[str, bool], Site]:
     return {
         (template, sglang): chat_site("", template, reasoning_parser="qwen3", sglang_api=sglang)
-        for template in (HERMES, OPENED) for sglang in (False, True)
-    }  # fmt: skip
+        for template in (HERMES, OPENED)
+        for sglang in (False, True)
+    }
 
 
 def thoughts(events: list[dict[str, Any]], name: str) -> str:
@@ -51,8 +57,9 @@ def test_tokens_of_reasoning_are_counted_alike_on_all_routes(
         counts = [event["usage"] for event in s.events(CHAT, body | USAGE)]
         assert counts[-1] == usage
         numbers = [one["completion_tokens_details"]["reasoning_tokens"] for one in counts]
-        assert numbers == sorted(numbers) and all(one["completion_tokens"] >= number for one, number in zip(
-            counts, numbers, strict=True))  # fmt: skip
+        assert numbers == sorted(numbers) and all(
+            one["completion_tokens"] >= number for one, number in zip(counts, numbers, strict=True)
+        )
         flat_tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
         details = good(s.post(RESPONSES, {"input": "hi", "tools": flat_tools}))["usage"]["output_tokens_details"]
         assert details == {"reasoning_tokens": count}
@@ -132,7 +139,7 @@ def test_generate_counts_tokens_of_reasoning(sites: dict[tuple[str, bool], Site]
     for fields, words in (
         ({"sampling_params": {"regex": "a"}}, "a form"),
         ({"sampling_params": [{"regex": "a"}], "text": ["x"]}, "a form"),
-    ):  # fmt: skip
+    ):
         refused = s.post(GENERATE, {"text": "x", "require_reasoning": True} | fields)
         assert refused.status_code == 400 and words in refused.text and "require_reasoning" in refused.text
     without = chat_site("x", sglang_api=True).post(GENERATE, {"text": "x", "require_reasoning": True})

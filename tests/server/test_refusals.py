@@ -189,9 +189,7 @@ def test_sampling_params_must_be_an_object(server: Site, params: Any) -> None:
 def test_null_is_the_default_of_every_field(server: Site, packed: bool) -> None:
     params = dict.fromkeys(SamplingParams.__struct_fields__) | {"max_tokens": 2}
     names = set(GenerateBody.__struct_fields__) - {"token_ids"}
-    for body in (
-        dict.fromkeys(names), {"sampling_params": params}, {"sampling_params": params | {"output_kind": 2}}
-    ):  # fmt: skip
+    for body in (dict.fromkeys(names), {"sampling_params": params}, {"sampling_params": params | {"output_kind": 2}}):
         if packed:
             raw = msgspec.msgpack.encode(PROMPT | body)
             answer = server.post(GENERATE, content=raw, headers={"Content-Type": "application/msgpack"})
@@ -424,14 +422,67 @@ def test_an_unexpected_error_is_500_without_its_text(
     assert not server.app.state.serving.metrics.inflight
 
 
-NAMES = ["token_ids", "sampling_params", "prompt", "messages", "max_tokens", "temperature", "stop", "logprobs", "n",
-         "request_ids", "group_id", "all", "tokens", "stream", "echo", "logit_bias", "tools", "response_format",
-         "stream_options", "prompt_logprobs", "input", "include", "text",
-         "reasoning", "system", "thinking", "tool_choice", "output_config", "stop_sequences",
-         "seed", "cache_salt", "priority", "model", "chat_template"]  # fmt: skip
-ATOMS = [None, True, -1, 0, 2**31, 2**63, 1.5, -1e308, "", "x", "\u0000", "ä" * 50, [], {}, [None],
-         [[]], [[[]]], {"": {}}, [1, "a"], [-1], {"a": [{}]}, [{"role": 5}],
-         [{"role": "user", "content": [{}]}]]  # fmt: skip
+NAMES = [
+    "token_ids",
+    "sampling_params",
+    "prompt",
+    "messages",
+    "max_tokens",
+    "temperature",
+    "stop",
+    "logprobs",
+    "n",
+    "request_ids",
+    "group_id",
+    "all",
+    "tokens",
+    "stream",
+    "echo",
+    "logit_bias",
+    "tools",
+    "response_format",
+    "stream_options",
+    "prompt_logprobs",
+    "input",
+    "include",
+    "text",
+    "reasoning",
+    "system",
+    "thinking",
+    "tool_choice",
+    "output_config",
+    "stop_sequences",
+    "seed",
+    "cache_salt",
+    "priority",
+    "model",
+    "chat_template",
+]
+ATOMS = [
+    None,
+    True,
+    -1,
+    0,
+    2**31,
+    2**63,
+    1.5,
+    -1e308,
+    "",
+    "x",
+    "\u0000",
+    "ä" * 50,
+    [],
+    {},
+    [None],
+    [[]],
+    [[[]]],
+    {"": {}},
+    [1, "a"],
+    [-1],
+    {"a": [{}]},
+    [{"role": 5}],
+    [{"role": "user", "content": [{}]}],
+]
 
 
 def garbage(rng: random.Random) -> bytes:
@@ -500,9 +551,15 @@ def may_succeed(route: str, raw: bytes, packed: bool) -> bool:
     """Garbage that asks for something all the same: not of the strict routes, and with what the route needs."""
     body = msgspec.msgpack.decode(raw) if packed else json.loads(raw)
     ids = ("request_ids", "group_id", "all")
-    needed = {"/inference/v1/abort_requests": ids, "/abort_requests": ids, COMPLETIONS: ("prompt",),
-              "/tokenize": ("prompt",), "/detokenize": ("tokens",),
-              "/v1/chat/completions/tokens": ("tokens",), "/v1/responses": ("input",)}  # fmt: skip
+    needed = {
+        "/inference/v1/abort_requests": ids,
+        "/abort_requests": ids,
+        COMPLETIONS: ("prompt",),
+        "/tokenize": ("prompt",),
+        "/detokenize": ("tokens",),
+        "/v1/chat/completions/tokens": ("tokens",),
+        "/v1/responses": ("input",),
+    }
     return any(name in body for name in needed.get(route, ()))
 
 

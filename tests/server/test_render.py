@@ -41,17 +41,28 @@ def completions_by_hand(s: Site, body: dict[str, Any], form: str = "objects") ->
 
 
 CHATS: list[dict[str, Any]] = [
-    {}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 3}, {"stop": ["xt"]}, {"stop": "zz"}, {"max_tokens": 3},
-    {"stop": [" t", "d"], "logprobs": True, "top_logprobs": 1}, {"stop": "e", "include_stop_str_in_output": True},
-    {"stop": "d", "min_tokens": 3}, {"n": 2, "seed": 7, "logprobs": True}, {"n": 2, "seed": 7, "stop": "e"},
+    {},
+    {"logprobs": True},
+    {"logprobs": True, "top_logprobs": 3},
+    {"stop": ["xt"]},
+    {"stop": "zz"},
+    {"max_tokens": 3},
+    {"stop": [" t", "d"], "logprobs": True, "top_logprobs": 1},
+    {"stop": "e", "include_stop_str_in_output": True},
+    {"stop": "d", "min_tokens": 3},
+    {"n": 2, "seed": 7, "logprobs": True},
+    {"n": 2, "seed": 7, "stop": "e"},
     {"include_stop_str_in_output": True, "skip_special_tokens": False},
-    {"return_token_ids": True}, {"prompt_logprobs": 2}, {"prompt_logprobs": 0},
-    {"prompt_logprobs": 1, "prompt_logprobs_start": 5}, {"logprob_token_ids": [9, 5, 100]},
-   
+    {"return_token_ids": True},
+    {"prompt_logprobs": 2},
+    {"prompt_logprobs": 0},
+    {"prompt_logprobs": 1, "prompt_logprobs_start": 5},
+    {"logprob_token_ids": [9, 5, 100]},
     {"seed": 1, "ignore_eos": True, "max_tokens": 4},
-    {"return_tokens_as_token_ids": True, "logprobs": True, "top_logprobs": 2}, {"max_completion_tokens": 6},
+    {"return_tokens_as_token_ids": True, "logprobs": True, "top_logprobs": 2},
+    {"max_completion_tokens": 6},
     {"repetition_detection": {"max_pattern_size": 2, "min_count": 9}},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -63,13 +74,19 @@ def test_render_generate_and_derender_equal_chat(fields: dict[str, Any], form: s
 
 
 TEXTS: list[dict[str, Any]] = [
-    {"prompt": "hi"}, {"prompt": ["a", "bc"], "logprobs": 2, "n": 2, "seed": 3}, {"prompt": ids("hello")},
-    {"prompt": [ids("ab"), ids("c")], "echo": True}, {"prompt": "hello", "echo": True, "logprobs": 2},
-    {"prompt": "hello", "echo": True, "logprobs": 1, "max_tokens": 0}, {"prompt": ["a", "b"], "stop": "t"},
+    {"prompt": "hi"},
+    {"prompt": ["a", "bc"], "logprobs": 2, "n": 2, "seed": 3},
+    {"prompt": ids("hello")},
+    {"prompt": [ids("ab"), ids("c")], "echo": True},
+    {"prompt": "hello", "echo": True, "logprobs": 2},
+    {"prompt": "hello", "echo": True, "logprobs": 1, "max_tokens": 0},
+    {"prompt": ["a", "b"], "stop": "t"},
     {"prompt": "hello", "prompt_logprobs": 1, "return_token_ids": True, "max_tokens": None},
-    {"prompt": "hello", "prompt_logprobs": 0, "max_tokens": 0}, {"prompt": "h", "echo": True, "logprobs": 0},
-    {"prompt": "hi", "logprob_token_ids": [9]}, {"prompt": "hello", "max_completion_tokens": 0, "echo": True},
-]  # fmt: skip
+    {"prompt": "hello", "prompt_logprobs": 0, "max_tokens": 0},
+    {"prompt": "h", "echo": True, "logprobs": 0},
+    {"prompt": "hi", "logprob_token_ids": [9]},
+    {"prompt": "hello", "max_completion_tokens": 0, "echo": True},
+]
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -106,26 +123,49 @@ def test_render_generate_and_derender_in_msgpack() -> None:
 def test_what_a_rendered_chat_looks_like() -> None:
     s = site(says("a"))
     assert good(s.post(CHAT + "/render", {"messages": MESSAGES})) == {
-        "token_ids": ids("user:hi;assistant:"), "sampling_params": {}, "model": "tiny",
-    }  # fmt: skip
+        "token_ids": ids("user:hi;assistant:"),
+        "sampling_params": {},
+        "model": "tiny",
+    }
     body: dict[str, Any] = {
-        "messages": MESSAGES, "temperature": 0.5, "stop": ["x"], "bad_words": ["no"], "request_id": "chatcmpl-7",
-        "cache_salt": "s", "deadline_ms": 5, "queue_timeout_ms": 6, "group_id": "g", "stream": True, "max_tokens": 9,
-        "stream_options": {"include_usage": True}, "logit_bias": {"5": 1}, "logprobs": True,
-    }  # fmt: skip
+        "messages": MESSAGES,
+        "temperature": 0.5,
+        "stop": ["x"],
+        "bad_words": ["no"],
+        "request_id": "chatcmpl-7",
+        "cache_salt": "s",
+        "deadline_ms": 5,
+        "queue_timeout_ms": 6,
+        "group_id": "g",
+        "stream": True,
+        "max_tokens": 9,
+        "stream_options": {"include_usage": True},
+        "logit_bias": {"5": 1},
+        "logprobs": True,
+    }
     answer = s.post(CHAT + "/render", body)
     assert answer.headers["x-request-id"] == "chatcmpl-7"
     generated = answer.json()
     sampling = generated.pop("sampling_params")
     assert generated == {
-        "token_ids": ids("user:hi;assistant:"), "model": "tiny", "request_id": "chatcmpl-7", "cache_salt": "s",
-        "deadline_ms": 5, "queue_timeout_ms": 6, "group_id": "g", "stream": True,
+        "token_ids": ids("user:hi;assistant:"),
+        "model": "tiny",
+        "request_id": "chatcmpl-7",
+        "cache_salt": "s",
+        "deadline_ms": 5,
+        "queue_timeout_ms": 6,
+        "group_id": "g",
+        "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": False},
-    }  # fmt: skip
+    }
     assert sampling == {
-        "temperature": 0.5, "stop": ["x"], "bad_token_sequences": [ids("no"), ids(" no")], "logit_bias": {"5": 1.0},
-        "logprobs": 0, "max_tokens": 9,
-    }  # fmt: skip
+        "temperature": 0.5,
+        "stop": ["x"],
+        "bad_token_sequences": [ids("no"), ids(" no")],
+        "logit_bias": {"5": 1.0},
+        "logprobs": 0,
+        "max_tokens": 9,
+    }
     assert s.llm.calls == []
 
 
@@ -144,14 +184,22 @@ def test_rendered_completions_are_a_list_with_ids_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"messages": []}, "messages"), ({"tokens": [5]}, "tokens"), ({"temperature": 7}, "temperature"),
+        ({"messages": []}, "messages"),
+        ({"tokens": [5]}, "tokens"),
+        ({"temperature": 7}, "temperature"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
-        ({"priority": 2**63}, "priority"), ({"logprobs": True, "top_logprobs": 50}, "top_logprobs"), ({"n": 5000}, "n"),
-        ({"tools": [{}]}, "tools[0].type"), ({"stream_options": {}}, "stream_options"), ({"stop": [""]}, "stop"),
-        ({"logit_bias": {"9999": 1}}, "logit_bias.9999"), ({"model": "other"}, "model"),
-        ({"deadline_ms": 0}, "deadline_ms"), ({"vllm_xargs": {"a": 10**30}}, "vllm_xargs"),
+        ({"priority": 2**63}, "priority"),
+        ({"logprobs": True, "top_logprobs": 50}, "top_logprobs"),
+        ({"n": 5000}, "n"),
+        ({"tools": [{}]}, "tools[0].type"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"stop": [""]}, "stop"),
+        ({"logit_bias": {"9999": 1}}, "logit_bias.9999"),
+        ({"model": "other"}, "model"),
+        ({"deadline_ms": 0}, "deadline_ms"),
+        ({"vllm_xargs": {"a": 10**30}}, "vllm_xargs"),
     ],
-)  # fmt: skip
+)
 def test_render_refuses_what_chat_refuses(fields: dict[str, Any], param: str) -> None:
     s = site()
     body = {"messages": MESSAGES} | fields
@@ -181,8 +229,11 @@ def test_a_reply_without_optional_fields_is_derendered() -> None:
     assert shown["id"] == "chatcmpl-q" and shown["choices"][0]["message"]["content"] == "ab"
     assert shown["choices"][0]["stop_detail"] == {"kind": "eos"} and shown["choices"][0]["logprobs"] is None
     assert shown["usage"] == {
-        "prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 0}
-    }  # fmt: skip
+        "prompt_tokens": 4,
+        "completion_tokens": 3,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert derendered(reply(ids("abc"), finish_reason="length"))["usage"]["prompt_tokens"] == 0
     ended = derendered(reply(ids("abc"), finish_reason="stop", stop_reason=ids("c")[0]))
     assert ended["choices"][0]["message"]["content"] == "ab"
@@ -204,8 +255,12 @@ def test_echo_takes_the_prompt_from_the_reply() -> None:
 
 def test_logprobs_without_the_request_are_what_the_reply_has() -> None:
     a, b = ids("a")[0], ids("b")[0]
-    entry = {"token": f"token_id:{a}", "logprob": -1.0, "rank": 2, "top_logprobs": [
-        {"token": f"token_id:{a}", "logprob": -1.0}, {"token": f"token_id:{b}", "logprob": -0.5}]}  # fmt: skip
+    entry = {
+        "token": f"token_id:{a}",
+        "logprob": -1.0,
+        "rank": 2,
+        "top_logprobs": [{"token": f"token_id:{a}", "logprob": -1.0}, {"token": f"token_id:{b}", "logprob": -0.5}],
+    }
     content = derendered(reply([a], logprobs={"content": [entry]}))["choices"][0]["logprobs"]["content"]
     assert content[0]["token"] == "a" and content[0]["bytes"] == [97]
     assert content[0]["top_logprobs"] == [], "these do not say how many were asked for"
@@ -217,8 +272,12 @@ def test_logprobs_without_the_request_are_what_the_reply_has() -> None:
 @pytest.mark.parametrize(("rank", "order"), [(1, "abc"), (3, "acb")])
 def test_a_token_is_among_equal_alternatives_by_its_id_or_its_rank(rank: int, order: str) -> None:
     a, b, c = ids("abc")
-    entry = {"token_id": b, "logprob": -1.0, "rank": rank, "top_logprobs": [
-        {"token_id": other, "logprob": -1.0, "rank": 1} for other in (a, c)]}  # fmt: skip
+    entry = {
+        "token_id": b,
+        "logprob": -1.0,
+        "rank": rank,
+        "top_logprobs": [{"token_id": other, "logprob": -1.0, "rank": 1} for other in (a, c)],
+    }
     body = {"logprobs": True, "top_logprobs": 3}
     shown = derendered(reply([b], logprobs={"content": [entry]}), chat_request=body)["choices"][0]["logprobs"]
     assert "".join(top["token"] for top in shown["content"][0]["top_logprobs"]) == order
@@ -260,8 +319,10 @@ EMPTY = {"shape": [1, 0], "token_logprobs": "", "ranks": "", "top_token_ids": ""
             "generate_response.choices[0].logprobs.content",
         ),
         (
-            {"generate_response": reply([5], logprobs={"content": [WHOLE]}),
-             "chat_request": {"logprobs": True, "top_logprobs": 3}},
+            {
+                "generate_response": reply([5], logprobs={"content": [WHOLE]}),
+                "chat_request": {"logprobs": True, "top_logprobs": 3},
+            },
             "generate_response.choices[0].logprobs.content[0]",
         ),
         (
@@ -272,27 +333,55 @@ EMPTY = {"shape": [1, 0], "token_logprobs": "", "ranks": "", "top_token_ids": ""
             {"generate_response": reply([5], logprobs=EMPTY), "chat_request": WANTED},
             "generate_response.choices[0].logprobs",
         ),
-        ({"generate_response": reply([5], logprobs=7), "chat_request": WANTED},
-         "generate_response.choices[0].logprobs"),
-        ({"generate_response": reply([5], logprobs=NARROW | {"top_token_ids": [[1]]}), "chat_request": WANTED},
-         "generate_response.choices[0].logprobs"),
-        ({"generate_response": reply([5, 6], logprobs=NARROW), "chat_request": WANTED},
-         "generate_response.choices[0].logprobs"),
-        ({"generate_response": reply([5], logprobs=NARROW), "chat_request": {"logprobs": True, "top_logprobs": 3}},
-         "generate_response.choices[0].logprobs"),
-        ({"generate_response": reply([5], logprobs={"content": [WHOLE]}),
-          "chat_request": WANTED | {"logprob_token_ids": [9]}}, "generate_response.choices[0].logprobs.content[0]"),
-        ({"generate_response": {"choices": [{"index": i, "token_ids": []} for i in range(MAX_CHOICES + 1)]}},
-         "generate_response.choices"),
+        (
+            {"generate_response": reply([5], logprobs=7), "chat_request": WANTED},
+            "generate_response.choices[0].logprobs",
+        ),
+        (
+            {"generate_response": reply([5], logprobs=NARROW | {"top_token_ids": [[1]]}), "chat_request": WANTED},
+            "generate_response.choices[0].logprobs",
+        ),
+        (
+            {"generate_response": reply([5, 6], logprobs=NARROW), "chat_request": WANTED},
+            "generate_response.choices[0].logprobs",
+        ),
+        (
+            {"generate_response": reply([5], logprobs=NARROW), "chat_request": {"logprobs": True, "top_logprobs": 3}},
+            "generate_response.choices[0].logprobs",
+        ),
+        (
+            {
+                "generate_response": reply([5], logprobs={"content": [WHOLE]}),
+                "chat_request": WANTED | {"logprob_token_ids": [9]},
+            },
+            "generate_response.choices[0].logprobs.content[0]",
+        ),
+        (
+            {"generate_response": {"choices": [{"index": i, "token_ids": []} for i in range(MAX_CHOICES + 1)]}},
+            "generate_response.choices",
+        ),
         ({"generate_response": reply([5]) | {"prompt_token_ids": [6]}, "prompt_token_ids": [7]}, "prompt_token_ids"),
-        *(({"generate_response": reply([5]) | {"prompt_logprobs": scores}, "prompt_token_ids": [6, 7, 8],
-            "chat_request": {"prompt_logprobs": 0}}, f"generate_response.prompt_logprobs{place}")
-          for scores, place in (
-              (None, ""), ([None, {"7": SCORE}], ""), ([None, None, {"8": SCORE}], ""), (NARROW, ""),
-              (WIDE, ""), ([None, {"7": SCORE}, {"9": SCORE}], "[2]"), ([None, {"7": SCORE}, {"8": 5}], "[2][...]"),
-          )),
+        *(
+            (
+                {
+                    "generate_response": reply([5]) | {"prompt_logprobs": scores},
+                    "prompt_token_ids": [6, 7, 8],
+                    "chat_request": {"prompt_logprobs": 0},
+                },
+                f"generate_response.prompt_logprobs{place}",
+            )
+            for scores, place in (
+                (None, ""),
+                ([None, {"7": SCORE}], ""),
+                ([None, None, {"8": SCORE}], ""),
+                (NARROW, ""),
+                (WIDE, ""),
+                ([None, {"7": SCORE}, {"9": SCORE}], "[2]"),
+                ([None, {"7": SCORE}, {"8": 5}], "[2][...]"),
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_derender_refusals_name_the_field(body: dict[str, Any], param: str) -> None:
     answer = site().post(CHAT + "/derender", body)
     error = answer.json()["error"]
@@ -311,7 +400,8 @@ def test_packed_ids_are_whole_ids() -> None:
 def test_completions_derender_refusals() -> None:
     generated = reply([5])
     for body, param in (
-        ({}, "generate_responses"), ({"generate_responses": []}, "generate_responses"),
+        ({}, "generate_responses"),
+        ({"generate_responses": []}, "generate_responses"),
         ({"generate_responses": [generated], "prompt_tokens": [1, 2]}, "prompt_tokens"),
         ({"generate_responses": [generated, {}]}, "generate_responses[1].choices"),
         ({"generate_responses": [generated], "completion_request": {"prompt": ["a", "b"]}}, "generate_responses"),
@@ -320,7 +410,7 @@ def test_completions_derender_refusals() -> None:
             "completion_request.prompt[1]",
         ),
         ({"generate_responses": [generated], "completion_request": {"echo": True}}, "prompt_token_ids[0]"),
-    ):  # fmt: skip
+    ):
         answer = site().post(COMPLETIONS + "/derender", body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 

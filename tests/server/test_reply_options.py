@@ -75,9 +75,15 @@ def test_the_times_of_one_token_and_of_several_choices() -> None:
 
 
 REQUESTS = [
-    ("GET", "/health", 200), ("GET", "/v1/models", 200), ("GET", "/metrics", 200), ("GET", "/nowhere", 404),
-    ("PUT", CHAT, 405), ("POST", "/tokenize", 400), ("POST", "/pause", 200), ("GET", "/", 404),
-]  # fmt: skip
+    ("GET", "/health", 200),
+    ("GET", "/v1/models", 200),
+    ("GET", "/metrics", 200),
+    ("GET", "/nowhere", 404),
+    ("PUT", CHAT, 405),
+    ("POST", "/tokenize", 400),
+    ("POST", "/pause", 200),
+    ("GET", "/", 404),
+]
 
 
 @pytest.mark.parametrize(("method", "path", "status"), REQUESTS)

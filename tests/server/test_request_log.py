@@ -32,9 +32,15 @@ def test_a_line_at_the_start_and_one_at_the_end(caplog: pytest.LogCaptureFixture
     accepted, ended = lines(caplog)
     assert accepted == {"event": "request_accepted", "prompts": 1, "prompt_tokens": 3, "n": 2, "max_tokens": 9}
     assert ended == {
-        "event": "request_ended", "reasons": {"eos": 2}, "prompt_tokens": 3, "cached_tokens": 2, "output_tokens": 8,
-        "queued": 0.375, "first_token": 0.25, "total": 1.25,
-    }  # fmt: skip
+        "event": "request_ended",
+        "reasons": {"eos": 2},
+        "prompt_tokens": 3,
+        "cached_tokens": 2,
+        "output_tokens": 8,
+        "queued": 0.375,
+        "first_token": 0.25,
+        "total": 1.25,
+    }
     assert caplog.messages[-1] == (
         "request ended: reasons=eos:2 prompt_tokens=3 cached_tokens=2 output_tokens=8 queued=0.375 first_token=0.25 "
         "total=1.25"
@@ -68,7 +74,7 @@ def test_a_refused_request_has_one_line(caplog: pytest.LogCaptureFixture) -> Non
         ("/v1/responses", {"input": 5}, (400, None, "input")),
         ("/v1/messages", {"model": "m", "messages": []}, (400, None, "max_tokens")),
     ],
-)  # fmt: skip
+)
 def test_a_request_that_is_refused_for_its_body_has_one_line_too(
     path: str, sent: dict[str, Any], line: tuple[int, str | None, str], caplog: pytest.LogCaptureFixture
 ) -> None:

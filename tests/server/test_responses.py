@@ -21,8 +21,9 @@ from tokserve.server.replies import sse
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 TOOLS: list[dict[str, Any]] = [
-    {"type": "function", "name": "weather", "parameters": PARAMETERS}, {"type": "function", "name": "ping"},
-]  # fmt: skip
+    {"type": "function", "name": "weather", "parameters": PARAMETERS},
+    {"type": "function", "name": "ping"},
+]
 NESTED = [{"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}} for tool in TOOLS]
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 ENDS = ("response.completed", "response.incomplete", "response.failed")
@@ -113,33 +114,64 @@ def test_the_whole_shape() -> None:
     count = len(ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"))
     text = {"type": "output_text", "text": "hello", "annotations": [], "logprobs": []}
     assert reply == {
-        "id": "resp_r", "object": "response", "status": "completed", "background": False, "error": None,
-        "incomplete_details": None, "instructions": None, "max_output_tokens": 9, "max_tool_calls": None,
-        "model": "tiny", "parallel_tool_calls": True, "previous_response_id": None,
+        "id": "resp_r",
+        "object": "response",
+        "status": "completed",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "max_output_tokens": 9,
+        "max_tool_calls": None,
+        "model": "tiny",
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
         "output": [{"type": "message", "id": "msg_r-0", "status": "completed", "role": "assistant", "content": [text]}],
-        "reasoning": {"effort": None, "summary": None}, "store": False, "temperature": 0.5, "top_p": 1.0,
-        "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_logprobs": 0,
-        "truncation": "disabled", "metadata": {"a": "b"}, "stop_reason": None, "stop_detail": {"kind": "eos"},
+        "reasoning": {"effort": None, "summary": None},
+        "store": False,
+        "temperature": 0.5,
+        "top_p": 1.0,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_logprobs": 0,
+        "truncation": "disabled",
+        "metadata": {"a": "b"},
+        "stop_reason": None,
+        "stop_detail": {"kind": "eos"},
         "usage": {
-            "input_tokens": count, "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": 6, "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": count + 6,
+            "input_tokens": count,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": 6,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": count + 6,
         },
-    }  # fmt: skip
+    }
 
 
 ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({}, {}), ({"tools": TOOLS}, {"tools": NESTED}), (LOGPROBS, {"logprobs": True, "top_logprobs": 2}),
-    ({"tools": TOOLS, "parallel_tool_calls": False, **LOGPROBS},
-     {"tools": NESTED, "parallel_tool_calls": False, "logprobs": True, "top_logprobs": 2}),
-    ({"tools": TOOLS, "tool_choice": "none", "stop": ["Ro", "</th"]},
-     {"tools": NESTED, "tool_choice": "none", "stop": ["Ro", "</th"]}),
+    ({}, {}),
+    ({"tools": TOOLS}, {"tools": NESTED}),
+    (LOGPROBS, {"logprobs": True, "top_logprobs": 2}),
+    (
+        {"tools": TOOLS, "parallel_tool_calls": False, **LOGPROBS},
+        {"tools": NESTED, "parallel_tool_calls": False, "logprobs": True, "top_logprobs": 2},
+    ),
+    (
+        {"tools": TOOLS, "tool_choice": "none", "stop": ["Ro", "</th"]},
+        {"tools": NESTED, "tool_choice": "none", "stop": ["Ro", "</th"]},
+    ),
     ({"tools": TOOLS, "tool_choice": "required"}, {"tools": NESTED, "tool_choice": "required"}),
-    ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "weather"}, "max_output_tokens": 7},
-     {"tools": NESTED, "tool_choice": {"type": "function", "function": {"name": "weather"}}, "max_tokens": 7}),
+    (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "name": "weather"}, "max_output_tokens": 7},
+        {"tools": NESTED, "tool_choice": {"type": "function", "function": {"name": "weather"}}, "max_tokens": 7},
+    ),
     ({"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
-    ({"max_output_tokens": 7, "tools": TOOLS, **LOGPROBS},
-     {"max_tokens": 7, "tools": NESTED, "logprobs": True, "top_logprobs": 2}),
-]  # fmt: skip
+    (
+        {"max_output_tokens": 7, "tools": TOOLS, **LOGPROBS},
+        {"max_tokens": 7, "tools": NESTED, "logprobs": True, "top_logprobs": 2},
+    ),
+]
 
 
 @pytest.mark.parametrize(("fields", "as_chat"), ASKED, ids=range(len(ASKED)))
@@ -246,33 +278,73 @@ HI = {"role": "user", "content": "hi"}
 @pytest.mark.parametrize(
     ("body", "messages"),
     [
-        ("hi", [HI]), ([HI], [HI]), ([HI | {"type": "message"}], [HI]),
+        ("hi", [HI]),
+        ([HI], [HI]),
+        ([HI | {"type": "message"}], [HI]),
         ([{"role": "developer", "content": "be brief"}, HI], [{"role": "developer", "content": "be brief"}, HI]),
         ([{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}], [HI]),
-        ([{"role": "user", "content": [{"type": "input_text", "text": t} for t in "ab"]}],
-         [{"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}]),
-        ([HI, THOUGHT, {"role": "assistant", "content": [{"type": "output_text", "text": "Yes"}], "id": "m"}, HI],
-         [HI, {"role": "assistant", "reasoning": "hm", "content": "Yes"}, HI]),
-        ([HI, THOUGHT, {"role": "assistant", "content": "Ok"}, CALLED, CALLED,
-          {"type": "function_call_output", "call_id": "c1", "output": "sunny"}],
-         [HI, {"role": "assistant", "reasoning": "hm", "content": "Ok", "tool_calls": [AS_CALL, AS_CALL]},
-          {"role": "tool", "tool_call_id": "c1", "content": "sunny"}]),
-        ([HI, CALLED, {"type": "function_call_output", "call_id": "c1",
-                       "output": [{"type": "input_text", "text": "sunny"}]}, THOUGHT, CALLED],
-         [HI, {"role": "assistant", "content": None, "tool_calls": [AS_CALL]},
-          {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
-          {"role": "assistant", "reasoning": "hm", "tool_calls": [AS_CALL]}]),
-        ([HI, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}],
-         [HI, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]),
-        ([HI, {"role": "assistant", "content": "a"}, CALLED, {"role": "assistant", "content": "b"}],
-         [HI, {"role": "assistant", "content": [{"type": "text", "text": t} for t in "ab"], "tool_calls": [AS_CALL]}]),
-        ([HI, {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}], "encrypted_content": "x"},
-          {"role": "assistant", "content": "a"}, THOUGHT],
-         [HI, {"role": "assistant", "reasoning": "hm", "content": "a"}, {"role": "assistant", "reasoning": "hm"}]),
+        (
+            [{"role": "user", "content": [{"type": "input_text", "text": t} for t in "ab"]}],
+            [{"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}],
+        ),
+        (
+            [HI, THOUGHT, {"role": "assistant", "content": [{"type": "output_text", "text": "Yes"}], "id": "m"}, HI],
+            [HI, {"role": "assistant", "reasoning": "hm", "content": "Yes"}, HI],
+        ),
+        (
+            [
+                HI,
+                THOUGHT,
+                {"role": "assistant", "content": "Ok"},
+                CALLED,
+                CALLED,
+                {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+            ],
+            [
+                HI,
+                {"role": "assistant", "reasoning": "hm", "content": "Ok", "tool_calls": [AS_CALL, AS_CALL]},
+                {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+            ],
+        ),
+        (
+            [
+                HI,
+                CALLED,
+                {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "sunny"}]},
+                THOUGHT,
+                CALLED,
+            ],
+            [
+                HI,
+                {"role": "assistant", "content": None, "tool_calls": [AS_CALL]},
+                {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+                {"role": "assistant", "reasoning": "hm", "tool_calls": [AS_CALL]},
+            ],
+        ),
+        (
+            [HI, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}],
+            [HI, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}],
+        ),
+        (
+            [HI, {"role": "assistant", "content": "a"}, CALLED, {"role": "assistant", "content": "b"}],
+            [
+                HI,
+                {"role": "assistant", "content": [{"type": "text", "text": t} for t in "ab"], "tool_calls": [AS_CALL]},
+            ],
+        ),
+        (
+            [
+                HI,
+                {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}], "encrypted_content": "x"},
+                {"role": "assistant", "content": "a"},
+                THOUGHT,
+            ],
+            [HI, {"role": "assistant", "reasoning": "hm", "content": "a"}, {"role": "assistant", "reasoning": "hm"}],
+        ),
         ([HI, {"type": "reasoning", "summary": [], "encrypted_content": "x"}], [HI]),
         ([HI, THOUGHT, THOUGHT, CALLED], [HI, {"role": "assistant", "reasoning": "hm\nhm", "tool_calls": [AS_CALL]}]),
     ],
-)  # fmt: skip
+)
 def test_items_are_the_messages_of_a_chat(body: Any, messages: list[dict[str, Any]]) -> None:
     assert prompt(body) == chats(messages)
     system = {"role": "system", "content": "Answer."}
@@ -315,10 +387,18 @@ def test_fields_without_effect_are_listed() -> None:
     answer = site(says("a")).post(RESPONSES, {"input": "x"} | fields)
     ignored = set(answer.headers["x-ignored-fields"].split(", "))
     assert ignored == {"frobnicate", "text.shape", "reasoning.summary", "reasoning.effort"}
-    quiet = {"store": False, "service_tier": "auto", "background": False, "metadata": {"a": "b"},
-             "include": ["reasoning.encrypted_content"], "truncation": "disabled", "text": {"verbosity": "medium"},
-             "prompt_cache_retention": "in_memory",
-             "stream_options": {"include_obfuscation": False}, "previous_response_id": None}  # fmt: skip
+    quiet = {
+        "store": False,
+        "service_tier": "auto",
+        "background": False,
+        "metadata": {"a": "b"},
+        "include": ["reasoning.encrypted_content"],
+        "truncation": "disabled",
+        "text": {"verbosity": "medium"},
+        "prompt_cache_retention": "in_memory",
+        "stream_options": {"include_obfuscation": False},
+        "previous_response_id": None,
+    }
     answer = site(says("a")).post(RESPONSES, {"input": "x", "stream": True} | quiet)
     assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers
     for name in ("frobnicate", "text.shape", "reasoning.effort"):
@@ -335,9 +415,12 @@ def test_fields_without_effect_are_listed() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"input": None}, "input", "required"), ({"input": []}, "input", "empty"), ({"input": 5}, "input", "string"),
+        ({"input": None}, "input", "required"),
+        ({"input": []}, "input", "empty"),
+        ({"input": 5}, "input", "string"),
         ({"input": {}}, "input", "string or a valid list"),
-        ({"input": [5]}, "input[0]", "object"), ({"input": [{}]}, "input[0].type", "required"),
+        ({"input": [5]}, "input[0]", "object"),
+        ({"input": [{}]}, "input[0].type", "required"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "nothing is stored"),
         ({"input": [HI, {"type": "computer_call"}]}, "input[1].type", "it takes message, reasoning"),
         ({"input": [{"type": [1]}]}, "input[0].type", "not supported"),
@@ -353,24 +436,32 @@ def test_fields_without_effect_are_listed() -> None:
         ({"input": [{"type": "reasoning", "summary": [5]}]}, "input[0].summary[0].text", "string"),
         ({"input": "x" * 5000}, "input", "context length"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored"),
-        ({"conversation": "c"}, "conversation", "nothing is stored"), ({"prompt": {"id": "p"}}, "prompt", "stored"),
-        ({"background": True}, "background", "stored"), ({"truncation": "auto"}, "truncation", "not supported"),
-        ({"messages": [HI]}, "messages", "use input"), ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "text.format"), ({"n": 2}, "n", ""),
-        ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"), ({"tokens": [1]}, "tokens", "use input"),
+        ({"conversation": "c"}, "conversation", "nothing is stored"),
+        ({"prompt": {"id": "p"}}, "prompt", "stored"),
+        ({"background": True}, "background", "stored"),
+        ({"truncation": "auto"}, "truncation", "not supported"),
+        ({"messages": [HI]}, "messages", "use input"),
+        ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "text.format"),
+        ({"n": 2}, "n", ""),
+        ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
+        ({"tokens": [1]}, "tokens", "use input"),
         ({"documents": [{"text": "x"}]}, "documents", "not supported"),
         ({"continue_final_message": True}, "continue_final_message", "not supported"),
         ({"add_generation_prompt": False}, "add_generation_prompt", "not supported"),
         ({"add_special_tokens": True}, "add_special_tokens", "not supported"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", "not supported"),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must"),
-        ({"temperature": 7}, "temperature", "temperature must"), ({"model": "other"}, "model", "serves"),
-        ({"include": ["x"]}, "include[0]", "not supported"), ({"top_logprobs": 2}, "top_logprobs", "include"),
+        ({"temperature": 7}, "temperature", "temperature must"),
+        ({"model": "other"}, "model", "serves"),
+        ({"include": ["x"]}, "include[0]", "not supported"),
+        ({"top_logprobs": 2}, "top_logprobs", "include"),
         (LOGPROBS | {"top_logprobs": 50}, "top_logprobs", "top_logprobs must"),
         ({"text": {"format": {"type": "x"}}}, "text.format.type", "text.format.type must"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "required"),
         ({"text": {"format": 5}}, "text.format", "object"),
-        ({"reasoning": {"effort": "much"}}, "reasoning.effort", "low"), ({"metadata": {"a": 1}}, "metadata.a", ""),
+        ({"reasoning": {"effort": "much"}}, "reasoning.effort", "low"),
+        ({"metadata": {"a": 1}}, "metadata.a", ""),
         ({"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}}, "text.format", "both"),
         ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex", ""),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "functions only"),
@@ -378,15 +469,17 @@ def test_fields_without_effect_are_listed() -> None:
         ({"tools": [{"type": "function"}]}, "tools[0].name", "tools[0].name must"),
         ({"tools": [TOOLS[1], TOOLS[1]]}, "tools[1].name", "two tools"),
         ({"tools": [TOOLS[1] | {"parameters": 5}]}, "tools[0].parameters", "schema"),
-        ({"tools": TOOLS}, "tools", "--tool-call-parser"), ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tools": TOOLS}, "tools", "--tool-call-parser"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.name", "tool_choice.name must"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "not one of the tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice", "not supported"),
         ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs.messages", ""),
-        ({"cache_salt": ""}, "cache_salt", "1 to"), ({"stream": 5}, "stream", "boolean"),
+        ({"cache_salt": ""}, "cache_salt", "1 to"),
+        ({"stream": 5}, "stream", "boolean"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_refusals(fields: dict[str, Any], param: str, message: str, stream: bool, server: Site) -> None:
     answer = server.post(RESPONSES, {"input": "x", "stream": stream} | fields)
     assert answer.status_code == (404 if param == "model" else 400), answer.text

@@ -59,8 +59,10 @@ def test_chat_with_meta_info() -> None:
     plain = s.post("/v1/chat/completions", body).json()["choices"][0]
     assert "meta_info" not in plain and "prompt_token_ids" not in plain
     for wrong, field in (
-        ({"stream": True}, "return_meta_info"), ({"input_ids": [VOCAB]}, "input_ids"), ({"input_ids": []}, "input_ids"),
-    ):  # fmt: skip
+        ({"stream": True}, "return_meta_info"),
+        ({"input_ids": [VOCAB]}, "input_ids"),
+        ({"input_ids": []}, "input_ids"),
+    ):
         refused = s.post("/v1/chat/completions", request | wrong)
         assert refused.status_code == 400 and refused.json()["error"]["param"] == field, refused.text
     assert s.post("/v1/chat/completions", request | {"lora_path": "b"}).status_code == 404
@@ -88,21 +90,28 @@ def test_texts_and_ids_one_or_a_list(prefix: str) -> None:
 @pytest.mark.parametrize(
     ("path", "fields", "field"),
     [
-        ("/tokenize", {"prompt": ["a", 5]}, "prompt[1]"), ("/tokenize", {"prompt": ["a"] * 4097}, "prompt"),
-        ("/tokenize", {"prompt": ["a"], "messages": []}, "messages"), ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": ["a", 5]}, "prompt[1]"),
+        ("/tokenize", {"prompt": ["a"] * 4097}, "prompt"),
+        ("/tokenize", {"prompt": ["a"], "messages": []}, "messages"),
+        ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": ["a"], "return_token_strs": True}, "return_token_strs"),
-        ("/detokenize", {"tokens": [[5], [VOCAB]]}, "tokens[1][0]"), ("/detokenize", {"tokens": [VOCAB]}, "tokens[0]"),
-        ("/detokenize", {"tokens": [[5], 5]}, "tokens[1]"), ("/detokenize", {"tokens": [[]] * 4097}, "tokens"),
+        ("/detokenize", {"tokens": [[5], [VOCAB]]}, "tokens[1][0]"),
+        ("/detokenize", {"tokens": [VOCAB]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [[5], 5]}, "tokens[1]"),
+        ("/detokenize", {"tokens": [[]] * 4097}, "tokens"),
     ],
-)  # fmt: skip
+)
 def test_lists_that_cannot_be_read_name_the_entry(path: str, fields: dict[str, Any], field: str) -> None:
     refused = sglang().post(path, fields)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, field), refused.text
 
 
 STOPS: list[tuple[dict[str, Any], Any]] = [
-    ({}, EOS), ({"stop": ["b"]}, "b"), ({"stop_token_ids": ids("b")}, ids("b")[0]), ({"max_tokens": 2}, None),
-]  # fmt: skip
+    ({}, EOS),
+    ({"stop": ["b"]}, "b"),
+    ({"stop_token_ids": ids("b")}, ids("b")[0]),
+    ({"max_tokens": 2}, None),
+]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
@@ -257,8 +266,11 @@ def test_finish_reason_names_what_matched() -> None:
 
 def test_a_batch_is_a_list_in_the_order_of_its_prompts() -> None:
     s = sglang()
-    both = generate(s, {"text": ["ab", "c"], "return_logprob": [True, False]} | {
-        "sampling_params": [{"max_new_tokens": 1}, {"max_new_tokens": 2, "temperature": 0}]})  # fmt: skip
+    both = generate(
+        s,
+        {"text": ["ab", "c"], "return_logprob": [True, False]}
+        | {"sampling_params": [{"max_new_tokens": 1}, {"max_new_tokens": 2, "temperature": 0}]},
+    )
     assert [len(one["output_ids"]) for one in both] == [1, 2]
     assert ["output_token_logprobs" in one["meta_info"] for one in both] == [True, False]
     assert [call.prompt for call in s.llm.calls] == [ids("ab"), ids("c")]
@@ -372,7 +384,7 @@ def test_a_prompt_is_text_or_ids_and_not_both(path: str) -> None:
         ({"text": ["a", "b"], "lora_path": ["a", None]}, "lora_path"),
         (PROMPT | {"lora_path": "x"}, "lora_path"),
     ],
-)  # fmt: skip
+)
 def test_bodies_are_refused_by_field(server: Site, body: dict[str, Any], param: str, stream: bool) -> None:
     answer = server.post("/generate", body | {"stream": stream})
     assert answer.status_code == 400, answer.text

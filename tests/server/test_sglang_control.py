@@ -17,8 +17,15 @@ from tokserve.protocol.messages import LoadedAdapter, Status
 from tokserve.server.app import endpoints
 
 GROUP = {"master_address": "h", "master_port": "29500", "rank_offset": 1, "world_size": 2, "backend": "gloo"}
-JOINED = {"master_address": "h", "master_port": 29500, "rank_offset": 1, "world_size": 2, "backend": "gloo",
-          "rendezvous": "torch", "group_name": "g"}  # fmt: skip
+JOINED = {
+    "master_address": "h",
+    "master_port": 29500,
+    "rank_offset": 1,
+    "world_size": 2,
+    "backend": "gloo",
+    "rendezvous": "torch",
+    "group_name": "g",
+}
 DISK = {"weight_dir": "/w", "weight_version": None}
 TENSORS = {"names": ["a"], "dtypes": ["torch.bfloat16"], "shapes": [[1]]}
 STAGED = {"update": {"names": ["a"], "dtype_names": ["torch.bfloat16"], "shapes": [[1]]}}
@@ -32,34 +39,51 @@ ROUTES: list[tuple[str, dict[str, Any] | None, list[tuple[str, dict[str, Any]]]]
     ("/pause_generation", {"mode": "retract"}, [("pause", {"mode": "retract", "clear_cache": False})]),
     ("/continue_generation", {}, [("finish_weight_update", {"weight_version": None}), ("resume", {})]),
     ("/release_memory_occupation", None, [("release_memory", BOTH)]),
-    ("/release_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]},
-     [("release_memory", {"tags": ["kv_cache"], "mode": "abort"})]),
+    (
+        "/release_memory_occupation",
+        {"tags": ["kv_cache", "cuda_graph"]},
+        [("release_memory", {"tags": ["kv_cache"], "mode": "abort"})],
+    ),
     ("/release_memory_occupation", {"tags": ["cuda_graph"]}, []),
-    ("/release_memory_occupation", {"tags": ["weights"]},
-     [("release_memory", {"tags": ["weights"], "mode": "abort"})]),
+    ("/release_memory_occupation", {"tags": ["weights"]}, [("release_memory", {"tags": ["weights"], "mode": "abort"})]),
     ("/resume_memory_occupation", {}, [("wake_up", {"tags": ["kv_cache", "weights", "scheduling"]})]),
     ("/resume_memory_occupation", {"tags": ["weights"]}, [("wake_up", {"tags": ["weights"]})]),
     ("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}, [("wake_up", {"tags": ["kv_cache"]})]),
-    ("/load_lora_adapter", {"lora_name": "a", "lora_path": "/p", "pinned": True},
-     [("load_lora_adapter", {"lora_name": "a", "lora_path": "/p", "load_inplace": None})]),
+    (
+        "/load_lora_adapter",
+        {"lora_name": "a", "lora_path": "/p", "pinned": True},
+        [("load_lora_adapter", {"lora_name": "a", "lora_path": "/p", "load_inplace": None})],
+    ),
     ("/unload_lora_adapter", {"lora_name": "a"}, [("unload_lora_adapter", {"lora_name": "a"})]),
     ("/weights_checker", {}, [("weight_checksums", {})]),
     ("/start_profile", {"num_steps": 5, "output_dir": "/x"}, [("start_profile", {"max_iterations": 5})]),
     ("/stop_profile", None, [("stop_profile", {})]),
     ("/update_weights_from_disk", {"model_path": "/w"}, [("update_weights_from_dir", DISK)]),
-    ("/update_weights_from_disk", {"model_path": "/w", "load_format": "auto", "weight_version": "7"},
-     [("update_weights_from_dir", DISK | {"weight_version": "7"})]),
-    ("/update_weights_from_distributed", TENSORS | {"weight_version": "7"},
-     [("start_weight_update", {"is_checkpoint_format": True}), ("update_weights", STAGED),
-      ("finish_weight_update", {"weight_version": "7"})]),
-    ("/init_weights_update_group", GROUP | {"group_name": "g", "pp_rank": 0},
-     [("init_weight_transfer_engine", {"init_info": JOINED})]),
+    (
+        "/update_weights_from_disk",
+        {"model_path": "/w", "load_format": "auto", "weight_version": "7"},
+        [("update_weights_from_dir", DISK | {"weight_version": "7"})],
+    ),
+    (
+        "/update_weights_from_distributed",
+        TENSORS | {"weight_version": "7"},
+        [
+            ("start_weight_update", {"is_checkpoint_format": True}),
+            ("update_weights", STAGED),
+            ("finish_weight_update", {"weight_version": "7"}),
+        ],
+    ),
+    (
+        "/init_weights_update_group",
+        GROUP | {"group_name": "g", "pp_rank": 0},
+        [("init_weight_transfer_engine", {"init_info": JOINED})],
+    ),
     ("/destroy_weights_update_group", {"group_name": "g"}, [("shutdown_weight_transfer_engine", {})]),
     ("/begin_weight_update", {}, [("start_weight_update", {"is_checkpoint_format": True})]),
     ("/end_weight_update", {"weight_version": "7"}, [("finish_weight_update", {"weight_version": "7"})]),
     ("/update_weight_version", {"new_version": "7"}, [("update_weight_version", {"new_version": "7"})]),
     ("/flush_cache", None, [("reset_prefix_cache", {})]),
-]  # fmt: skip
+]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/pause_generation", {"mode": "x"}, "mode"),
     ("/start_profile", {"num_steps": 0}, "num_steps"),

@@ -78,11 +78,15 @@ def test_usage_of_streams() -> None:
 
 
 STREAMED: list[tuple[str, Script, dict[str, Any]]] = [
-    (CHAT, endless, CHAT_BODY), (CHAT, says("abc"), CHAT_BODY), (CHAT, says("abc"), CHAT_BODY | {"logprobs": True}),
-    (CHAT, says("abc"), CHAT_BODY | {"return_token_ids": True}), (CHAT, says("abc"), CHAT_BODY | {"stop": "c"}),
+    (CHAT, endless, CHAT_BODY),
+    (CHAT, says("abc"), CHAT_BODY),
+    (CHAT, says("abc"), CHAT_BODY | {"logprobs": True}),
+    (CHAT, says("abc"), CHAT_BODY | {"return_token_ids": True}),
+    (CHAT, says("abc"), CHAT_BODY | {"stop": "c"}),
     (COMPLETIONS, endless, {"prompt": [5, 6, 8], "max_tokens": 6}),
-    (COMPLETIONS, says("abc"), {"prompt": "x", "max_tokens": 6}), (GENERATE, endless, BODY),
-]  # fmt: skip
+    (COMPLETIONS, says("abc"), {"prompt": "x", "max_tokens": 6}),
+    (GENERATE, endless, BODY),
+]
 
 
 @pytest.mark.parametrize(("route", "script", "body"), STREAMED)

@@ -41,11 +41,19 @@ def test_without_pages_a_browser_gets_a_page_that_says_so(path: str) -> None:
 @pytest.mark.parametrize(
     ("options", "has_page"),
     [
-        ({}, True), ({"host": "127.3.2.1"}, True), ({"host": "::1"}, True), ({"host": "localhost"}, True),
-        ({"host": "0.0.0.0"}, False), ({"host": "::"}, False), ({"host": "10.0.0.1"}, False), ({"host": "box"}, False),
-        ({"host": "0.0.0.0", "uds": "/tmp/x"}, True), ({"host": "0.0.0.0", "ui": True}, True), ({"ui": False}, False),
+        ({}, True),
+        ({"host": "127.3.2.1"}, True),
+        ({"host": "::1"}, True),
+        ({"host": "localhost"}, True),
+        ({"host": "0.0.0.0"}, False),
+        ({"host": "::"}, False),
+        ({"host": "10.0.0.1"}, False),
+        ({"host": "box"}, False),
+        ({"host": "0.0.0.0", "uds": "/tmp/x"}, True),
+        ({"host": "0.0.0.0", "ui": True}, True),
+        ({"ui": False}, False),
     ],
-)  # fmt: skip
+)
 def test_by_default_only_a_local_server_has_the_page(options: dict[str, object], has_page: bool) -> None:
     assert resolve(Config.make(**options)).server.ui is has_page
 
@@ -75,9 +83,17 @@ def test_the_routes_that_the_script_calls_exist() -> None:
     s = shown()
     requested = set(re.findall(r'(?:call|ask)\([`"]([\w/]+)', SCRIPT))
     assert requested == {
-        "health", "metrics", "inference/v1/requests", "inference/v1/generate", "abort_requests", "server_info",
-        "v1/models", "tokenizer_info", "tokenize", "v1/chat/completions/render",
-    }  # fmt: skip
+        "health",
+        "metrics",
+        "inference/v1/requests",
+        "inference/v1/generate",
+        "abort_requests",
+        "server_info",
+        "v1/models",
+        "tokenizer_info",
+        "tokenize",
+        "v1/chat/completions/render",
+    }
     routes = {route.path for route in s.app.routes}
     assert {f"/{path}" for path in requested} <= routes
     names = set(re.findall(r'"?\b(\w+_(?:total|sum|count|perc|running|waiting))\b', SCRIPT)) - {"requests_waiting"}

@@ -17,10 +17,12 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "hi", "include": ["message.output_text.logprobs"]},
     "/v1/messages": {"model": "tiny", "messages": MESSAGES, "max_tokens": 40},
     "/inference/v1/generate": {
-        "token_ids": [5], "output_mode": "text", "sampling_params": {"max_tokens": 40, "logprobs": 0},
+        "token_ids": [5],
+        "output_mode": "text",
+        "sampling_params": {"max_tokens": 40, "logprobs": 0},
     },
     "/generate": {"text": "hi", "return_logprob": True, "return_text_in_logprobs": True},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -37,11 +37,18 @@ def refused(answer: Any, param: str, message: str = "") -> None:
 
 
 FORMS: list[dict[str, Any]] = [
-    {"json": SCHEMA}, {"json": '{"type": "object"}'}, {"regex": "a+"}, {"choice": ["a", "b"]},
-    {"grammar": 'start: "a"'}, {"json_object": True}, {"json": SCHEMA, "disable_any_whitespace": True},
-    {"json_object": True, "whitespace_pattern": "[ ]?"}, {"regex": r"\d", "unicode_classes": True},
-    {"json": SCHEMA, "disable_additional_properties": True}, {"json": SCHEMA, "disable_additional_properties": False},
-]  # fmt: skip
+    {"json": SCHEMA},
+    {"json": '{"type": "object"}'},
+    {"regex": "a+"},
+    {"choice": ["a", "b"]},
+    {"grammar": 'start: "a"'},
+    {"json_object": True},
+    {"json": SCHEMA, "disable_any_whitespace": True},
+    {"json_object": True, "whitespace_pattern": "[ ]?"},
+    {"regex": r"\d", "unicode_classes": True},
+    {"json": SCHEMA, "disable_additional_properties": True},
+    {"json": SCHEMA, "disable_additional_properties": False},
+]
 NOTHING = {"disable_fallback": False, "structural_tag": None, "regex": None}
 
 
@@ -60,7 +67,8 @@ def test_every_form_on_every_route(server: Site, form: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("response_format", "expected"),
     [
-        ({"type": "text"}, None), ({"type": "json_object"}, StructuredOutputs(json_object=True)),
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, StructuredOutputs(json_object=True)),
         (
             {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}},
             StructuredOutputs(json=SCHEMA, disable_additional_properties=True),
@@ -71,7 +79,7 @@ def test_every_form_on_every_route(server: Site, form: dict[str, Any]) -> None:
         ),
         ({"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}, StructuredOutputs(json=SCHEMA)),
     ],
-)  # fmt: skip
+)
 def test_response_format(
     server: Site, route: str, response_format: dict[str, Any], expected: StructuredOutputs | None
 ) -> None:
@@ -107,12 +115,14 @@ def test_a_schema_beside_the_type_is_the_form(
 @pytest.mark.parametrize(
     ("value", "path"),
     [
-        ({"type": "json_object", "shema": SCHEMA}, ".shema"), ({"type": "text", "schema": SCHEMA}, ".schema"),
+        ({"type": "json_object", "shema": SCHEMA}, ".shema"),
+        ({"type": "text", "schema": SCHEMA}, ".schema"),
         ({"type": "json_schema", "json_schema": NESTED | {"stric": True}}, ".json_schema.stric"),
         ({"type": "json_schema", "json_schema": NESTED, "schema": SCHEMA}, ".schema"),
-        ({"type": "json_object", "schema": 5}, ".schema"), ({"type": "json_object", "schema": {"not": {}}}, ""),
+        ({"type": "json_object", "schema": 5}, ".schema"),
+        ({"type": "json_object", "schema": {"not": {}}}, ""),
     ],
-)  # fmt: skip
+)
 def test_nothing_of_a_response_format_is_ignored(server: Site, route: str, value: Any, path: str) -> None:
     refused(server.post(route, TEXT[route] | {"response_format": value}), f"response_format{path}")
 
@@ -175,16 +185,21 @@ def test_a_server_may_have_compact_json_by_default() -> None:
 
 
 WRONG: list[tuple[Any, str, str]] = [
-    ({}, "", "exactly one of"), ({"regex": "a", "choice": ["a"]}, "", "got regex and choice"),
-    ({"choice": []}, ".choice", "empty"), ({"json": "{"}, ".json", "JSON"), ({"json": "[]"}, ".json", "object"),
-    ({"regex": 5}, ".regex", "str"), ({"rejex": "a"}, ".rejex", "did you mean 'regex'"),
+    ({}, "", "exactly one of"),
+    ({"regex": "a", "choice": ["a"]}, "", "got regex and choice"),
+    ({"choice": []}, ".choice", "empty"),
+    ({"json": "{"}, ".json", "JSON"),
+    ({"json": "[]"}, ".json", "object"),
+    ({"regex": 5}, ".regex", "str"),
+    ({"rejex": "a"}, ".rejex", "did you mean 'regex'"),
     ({"regex": "a", "structural_tag": "x"}, ".structural_tag", "not supported"),
-    ({"json_object": False}, "", "exactly one of"), ({"regex": "a" * 20_000}, ".regex", "at most 16384 bytes"),
+    ({"json_object": False}, "", "exactly one of"),
+    ({"regex": "a" * 20_000}, ".regex", "at most 16384 bytes"),
     ({"regex": "a", "disable_additional_properties": True}, ".disable_additional_properties", "json only"),
     ({"choice": ["a"], "unicode_classes": True}, ".unicode_classes", "json and regex only"),
     ({"regex": "a", "whitespace_pattern": "b"}, ".whitespace_pattern", "json"),
     ({"json": SCHEMA, "disable_any_whitespace": True, "whitespace_pattern": "b"}, ".whitespace_pattern", "exclusive"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("value", "path", "message"), WRONG, ids=lambda parameter: str(parameter)[:30])
@@ -198,11 +213,14 @@ def test_errors_name_the_field(server: Site, value: Any, path: str, message: str
 @pytest.mark.parametrize(
     ("value", "path"),
     [
-        ({"type": "xml"}, ".type"), ({}, ".type"), ({"type": "json_schema"}, ".json_schema"),
-        ({"type": "json_schema", "json_schema": {"name": "n"}}, ".json_schema.schema"), ("json", ""),
+        ({"type": "xml"}, ".type"),
+        ({}, ".type"),
+        ({"type": "json_schema"}, ".json_schema"),
+        ({"type": "json_schema", "json_schema": {"name": "n"}}, ".json_schema.schema"),
+        ("json", ""),
         ({"type": "json_schema", "json_schema": {"name": "n", "schema": 5}}, ".json_schema.schema"),
     ],
-)  # fmt: skip
+)
 def test_errors_of_response_format(server: Site, route: str, value: Any, path: str) -> None:
     refused(server.post(route, TEXT[route] | {"response_format": value}), f"response_format{path}")
 

@@ -38,14 +38,21 @@ def test_reply_has_the_whole_shape() -> None:
     assert "prompt_token_ids" not in reply
     assert reply["choices"] == [
         {
-            "index": 0, "token_ids": endless(PROMPT, 0)[:4], "finish_reason": "length", "stop_reason": None,
-            "logprobs": None, "weight_versions": [{"version": "0", "start": 0, "end": 4}],
+            "index": 0,
+            "token_ids": endless(PROMPT, 0)[:4],
+            "finish_reason": "length",
+            "stop_reason": None,
+            "logprobs": None,
+            "weight_versions": [{"version": "0", "start": 0, "end": 4}],
             "stop_detail": {"kind": "max_tokens"},
         }
-    ]  # fmt: skip
+    ]
     assert reply["usage"] == {
-        "prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 0},
-    }  # fmt: skip
+        "prompt_tokens": 3,
+        "completion_tokens": 4,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
 
 
 def test_json_is_compact() -> None:
@@ -269,12 +276,18 @@ def test_msgpack_reply_has_byte_strings_for_ids_and_arrays() -> None:
 @pytest.mark.parametrize(
     ("accept", "packed"),
     [
-        (MSGPACK, True), ("application/x-msgpack", True), (f"application/json, {MSGPACK}", True),
-        (f"text/html;q=0.9, {MSGPACK};q=0.8", True), (f"application/json;q=0.9, {MSGPACK};q=0.8", False),
-        (f"application/json;q=0.8;x=1, {MSGPACK}; q=0.9", True), (f"{MSGPACK};q=0", False), ("application/json", False),
-        ("*/*", False), (f"{MSGPACK};q=much", True),
+        (MSGPACK, True),
+        ("application/x-msgpack", True),
+        (f"application/json, {MSGPACK}", True),
+        (f"text/html;q=0.9, {MSGPACK};q=0.8", True),
+        (f"application/json;q=0.9, {MSGPACK};q=0.8", False),
+        (f"application/json;q=0.8;x=1, {MSGPACK}; q=0.9", True),
+        (f"{MSGPACK};q=0", False),
+        ("application/json", False),
+        ("*/*", False),
+        (f"{MSGPACK};q=much", True),
     ],
-)  # fmt: skip
+)
 def test_accept_selects_json_or_msgpack(accept: str, packed: bool) -> None:
     answer = site().post(GENERATE, body(), headers={"Accept": accept})
     assert answer.headers["content-type"] == (MSGPACK if packed else "application/json")
@@ -334,16 +347,30 @@ def test_a_duplicate_of_an_id_in_flight_is_409() -> None:
 @pytest.mark.parametrize(
     "habit",
     [
-        {"output_kind": 2}, {"flat_logprobs": True}, {"skip_clone": True}, {"skip_reading_prefix_cache": True},
-        {"routed_experts_prompt_start": 0}, {"structured_outputs": None}, {"repetition_detection": None},
+        {"output_kind": 2},
+        {"flat_logprobs": True},
+        {"skip_clone": True},
+        {"skip_reading_prefix_cache": True},
+        {"routed_experts_prompt_start": 0},
+        {"structured_outputs": None},
+        {"repetition_detection": None},
         {"guided_decoding": None, "truncate_prompt_tokens": None, "best_of": None, "early_stopping": None},
         {"truncate_prompt_tokens": -1, "best_of": 1, "use_beam_search": False, "length_penalty": 1.0},
-        {"repetition_detection": {}}, {"repetition_detection": {"max_pattern_size": 3, "min_count": 2}},
-        {"stop": None}, {"stop_token_ids": None}, {"bad_words": None}, {"logit_bias": None}, {"seed": None},
-        {"max_tokens": None, "ignore_eos": False}, {"prompt_logprobs": False}, {"prompt_logprobs": True},
-        {"extra_args": {"anything": [1]}}, {"top_k": -1}, {"top_k": 0},
+        {"repetition_detection": {}},
+        {"repetition_detection": {"max_pattern_size": 3, "min_count": 2}},
+        {"stop": None},
+        {"stop_token_ids": None},
+        {"bad_words": None},
+        {"logit_bias": None},
+        {"seed": None},
+        {"max_tokens": None, "ignore_eos": False},
+        {"prompt_logprobs": False},
+        {"prompt_logprobs": True},
+        {"extra_args": {"anything": [1]}},
+        {"top_k": -1},
+        {"top_k": 0},
     ],
-)  # fmt: skip
+)
 def test_harmless_sampling_params_are_taken(habit: dict[str, Any]) -> None:
     s = site(says("ab"))
     generate(s, **habit, top_p=0.5, logit_bias={"5": 1}) if "logit_bias" not in habit else generate(
@@ -354,9 +381,19 @@ def test_harmless_sampling_params_are_taken(habit: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "field",
-    ["features", "content_parts", "kv_transfer_params", "ec_transfer_params", "token_offsets", "reasoning_ended",
-     "reasoning_parser_kwargs", "model", "stream", "cache_salt"],
-)  # fmt: skip
+    [
+        "features",
+        "content_parts",
+        "kv_transfer_params",
+        "ec_transfer_params",
+        "token_offsets",
+        "reasoning_ended",
+        "reasoning_parser_kwargs",
+        "model",
+        "stream",
+        "cache_salt",
+    ],
+)
 def test_harmless_nulls_are_taken(field: str) -> None:
     generate(site(), fields={field: None})
 

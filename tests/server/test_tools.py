@@ -104,28 +104,45 @@ def flat(reply: dict[str, Any]) -> list[dict[str, Any]]:
     """The same of a whole answer."""
     return [
         {
-            "content": choice["message"]["content"] or "", "reasoning": choice["message"]["reasoning"] or "",
+            "content": choice["message"]["content"] or "",
+            "reasoning": choice["message"]["reasoning"] or "",
             "calls": [[c["id"], *c["function"].values()] for c in choice["message"].get("tool_calls", [])],
-            "logprobs": (choice["logprobs"] or {"content": []})["content"], "finish_reason": choice["finish_reason"],
+            "logprobs": (choice["logprobs"] or {"content": []})["content"],
+            "finish_reason": choice["finish_reason"],
             "token_ids": choice["token_ids"] or [],
         }
         for choice in reply["choices"]
-    ]  # fmt: skip
+    ]
 
 
 ANSWERS = [
-    "Hello.", f"Ok {CALL}\n{CALL}", f"<tool_call> no {CALL} tail ", "<think>\nhm\n</think>\n\nYes.",
-    f"hm</think>{CALL}", '<tool_call>{"name": "weather", "arguments": {"city": "Ro', '{"city": "Rome"}', "{ ",
-    '[{"name": "weather", "parameters": {"city": "Rome"}}, {"name": "ping", "parameters": {}}]', "naïve 漢字 <tool_",
+    "Hello.",
+    f"Ok {CALL}\n{CALL}",
+    f"<tool_call> no {CALL} tail ",
+    "<think>\nhm\n</think>\n\nYes.",
+    f"hm</think>{CALL}",
+    '<tool_call>{"name": "weather", "arguments": {"city": "Ro',
+    '{"city": "Rome"}',
+    "{ ",
+    '[{"name": "weather", "parameters": {"city": "Rome"}}, {"name": "ping", "parameters": {}}]',
+    "naïve 漢字 <tool_",
     '{"name": "ping", "parameters": {}}',
-]  # fmt: skip
+]
 ASKED: list[dict[str, Any]] = [
-    {}, {"parallel_tool_calls": False}, {"tool_choice": "none"}, {"tool_choice": "required"}, {"tool_choice": NAMED},
-    {"tools": None}, {"n": 2, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}, {"stop": ["Ro", "</th"]},
-    {"max_tokens": 7}, {"response_format": {"type": "json_object"}, "tool_choice": "none"},
-    {"chat_template_kwargs": {"enable_thinking": False}}, {"response_format": {"type": "json_object"}},
+    {},
+    {"parallel_tool_calls": False},
+    {"tool_choice": "none"},
+    {"tool_choice": "required"},
+    {"tool_choice": NAMED},
+    {"tools": None},
+    {"n": 2, "logprobs": True, "top_logprobs": 2, "return_token_ids": True},
+    {"stop": ["Ro", "</th"]},
+    {"max_tokens": 7},
+    {"response_format": {"type": "json_object"}, "tool_choice": "none"},
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"response_format": {"type": "json_object"}},
     {"structured_outputs": {"regex": "a"}, "tool_choice": "required"},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("fields", ASKED, ids=str)
@@ -161,11 +178,15 @@ def test_calls_of_several_choices_have_ids_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("text", "fields", "reason"),
     [
-        (CALL, {}, "tool_calls"), (CALL, {"max_tokens": 60}, "length"), (CALL, {"stop": "</tool_call>"}, "tool_calls"),
-        (CALL, {"stop": "Ro"}, "stop"), ("a", {}, "stop"), ('{"city": "Rome"}', {"tool_choice": NAMED}, "stop"),
+        (CALL, {}, "tool_calls"),
+        (CALL, {"max_tokens": 60}, "length"),
+        (CALL, {"stop": "</tool_call>"}, "tool_calls"),
+        (CALL, {"stop": "Ro"}, "stop"),
+        ("a", {}, "stop"),
+        ('{"city": "Rome"}', {"tool_choice": NAMED}, "stop"),
         ('[{"name": "ping", "parameters": {}}]', {"tool_choice": "required"}, "tool_calls"),
     ],
-)  # fmt: skip
+)
 def test_finish_reason(text: str, fields: dict[str, Any], reason: str) -> None:
     assert ask(chat_site(text), **fields)["choices"][0]["finish_reason"] == reason
 
@@ -187,8 +208,9 @@ def test_turns_with_one_request_id_have_ids_of_their_own() -> None:
     items = [s.post("/v1/responses", {"input": turn} | flat_tools, headers=headers).json() for turn in turns]
     for call_ids in (
         [reply["choices"][0]["message"]["tool_calls"][0]["id"] for reply in chats],
-        [reply["content"][0]["id"] for reply in answers], [reply["output"][0]["call_id"] for reply in items],
-    ):  # fmt: skip
+        [reply["content"][0]["id"] for reply in answers],
+        [reply["output"][0]["call_id"] for reply in items],
+    ):
         assert call_ids[0] != call_ids[1] and all(len(one) == 9 and one.isalnum() for one in call_ids)
     again = s.post(CHAT, {"messages": turns[0], "tools": TOOLS}, headers=headers).json()
     assert again["choices"] == chats[0]["choices"]
@@ -320,9 +342,14 @@ def test_a_template_that_shows_no_tools_serves_all_but_free_calls() -> None:
         assert '"weather"' in TOKENIZER.decode(shown.llm.calls[-1].prompt, False)
 
 
-@pytest.mark.parametrize(("template", "text"), [
-    (HERMES, CALL), (MISTRAL, f"[TOOL_CALLS] [{ROME}]"), (LLAMA, '{"name": "weather", "parameters": {"city": "Rome"}}'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (HERMES, CALL),
+        (MISTRAL, f"[TOOL_CALLS] [{ROME}]"),
+        (LLAMA, '{"name": "weather", "parameters": {"city": "Rome"}}'),
+    ],
+)
 def test_a_call_and_its_result_go_back_into_the_conversation(template: str, text: str) -> None:
     s = chat_site(text, template)
     message = ask(s)["choices"][0]["message"]
@@ -352,7 +379,7 @@ def test_the_prompt_may_come_as_ids() -> None:
         (THINKER, {}, "Yes <think>.", None, "Yes <think>."),
         (OPENED, {"response_format": {"type": "json_object"}}, "hm</think>{}", "hm", "{}"),
     ],
-)  # fmt: skip
+)
 def test_reasoning_is_separated_from_content(
     template: str, fields: dict[str, Any], text: str, reasoning: str | None, content: str | None
 ) -> None:
@@ -432,7 +459,8 @@ def test_unusable_options_are_refused_at_the_start() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tool_choice": "any"}, "tool_choice"), ({"tool_choice": 5}, "tool_choice"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": 5}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.function.name"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
@@ -444,7 +472,7 @@ def test_unusable_options_are_refused_at_the_start() -> None:
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"json": "5"}}, "structured_outputs.json"),
     ],
-)  # fmt: skip
+)
 def test_refusals(fields: dict[str, Any], param: str) -> None:
     assert refusal(chat_site("a"), **fields)[0] == param
     generated = {"choices": [{"token_ids": [5]}]}
@@ -461,9 +489,14 @@ def test_parameters_that_are_nested_too_deeply() -> None:
         deep = {"items": deep}
     with pytest.raises(RequestError, match="nested") as caught:
         tools.make_plan(
-            [{"type": "function", "function": {"name": "f", "parameters": deep}}], "required",
-            parallel=True, response_format=None, form=None, thinking=None, tokenizer=byte_tokenizer(),
-        )  # fmt: skip
+            [{"type": "function", "function": {"name": "f", "parameters": deep}}],
+            "required",
+            parallel=True,
+            response_format=None,
+            form=None,
+            thinking=None,
+            tokenizer=byte_tokenizer(),
+        )
     assert caught.value.field == "tools[0].function.parameters"
     with pytest.raises(RequestError) as caught:
         tools.check_functions([{"type": "function", "function": {"name": ""}}])
@@ -515,9 +548,10 @@ def test_a_forced_call_can_be_sent_back() -> None:
     assert TOKENIZER.decode(s.llm.calls[-1].prompt, False).startswith(turn)
     function = message["tool_calls"][0]["function"]
     items = [
-        *MESSAGES, {"type": "function_call", "call_id": "c1", **function},
+        *MESSAGES,
+        {"type": "function_call", "call_id": "c1", **function},
         {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
-    ]  # fmt: skip
+    ]
     answer = s.post("/v1/responses", {"input": items})
     assert answer.status_code == 200, answer.text
     assert TOKENIZER.decode(s.llm.calls[-1].prompt, False) == turn
@@ -579,12 +613,17 @@ def test_descriptions_of_many_tools_do_not_count(fields: dict[str, Any]) -> None
     """100 KB of tools, most of it descriptions, which no grammar needs (serving-faults F9)."""
     parameter = {"type": "string", "description": "e" * 200, "examples": ["f" * 100]}
     many = [
-        {"type": "function", "function": {
-            "name": f"tool{i}", "description": "d" * 1200, "strict": True,
-            "parameters": {"type": "object", "properties": {"a": parameter, "b": parameter}, "title": "T"},
-        }}
+        {
+            "type": "function",
+            "function": {
+                "name": f"tool{i}",
+                "description": "d" * 1200,
+                "strict": True,
+                "parameters": {"type": "object", "properties": {"a": parameter, "b": parameter}, "title": "T"},
+            },
+        }
         for i in range(60)
-    ]  # fmt: skip
+    ]
     assert len(json.dumps(many)) > 100_000
     s = chat_site("a", HERMES.replace("tool | tojson", "tool.function.name"))
     assert ask(s, tools=many, **fields)["choices"]

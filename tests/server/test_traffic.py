@@ -14,34 +14,64 @@ from tests.server.scripted_llm import says
 from tests.server.site import Site, site
 
 RENDERERS = {
-    "model": "tiny", "token_ids": [5, 6, 7], "cache_salt": "3", "priority": 0,
+    "model": "tiny",
+    "token_ids": [5, 6, 7],
+    "cache_salt": "3",
+    "priority": 0,
     "sampling_params": {
-        "temperature": 1.0, "max_tokens": 8, "stop_token_ids": [2], "logprobs": 1, "skip_special_tokens": False,
+        "temperature": 1.0,
+        "max_tokens": 8,
+        "stop_token_ids": [2],
+        "logprobs": 1,
+        "skip_special_tokens": False,
     },
-}  # fmt: skip
+}
 TRL_COMPLETIONS = {
-    "model": "tiny", "prompt": [[1, 2, 3], [4, 5]], "return_token_ids": True, "return_tokens_as_token_ids": True,
-    "n": 2, "repetition_penalty": 1.0, "temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": 4,
+    "model": "tiny",
+    "prompt": [[1, 2, 3], [4, 5]],
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+    "n": 2,
+    "repetition_penalty": 1.0,
+    "temperature": 0.7,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "max_tokens": 4,
     "logprobs": 0,
-}  # fmt: skip
+}
 TRL_SCORING = {"prompt": [[1, 2, 3, 4, 5]], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 2}
 TRL_GENERATE = {
-    "request_id": "trl-1", "model": "tiny", "token_ids": [1, 2, 3], "features": None,
+    "request_id": "trl-1",
+    "model": "tiny",
+    "token_ids": [1, 2, 3],
+    "features": None,
     "sampling_params": {"n": 1, "max_tokens": 4, "logprobs": 0, "output_kind": 2},
-}  # fmt: skip
+}
 LM_EVAL = {
-    "model": "tiny", "prompt": [[20, 13, 20]], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234,
+    "model": "tiny",
+    "prompt": [[20, 13, 20]],
+    "temperature": 0,
+    "max_tokens": 1,
+    "logprobs": 1,
+    "seed": 1234,
     "echo": True,
-}  # fmt: skip
+}
 GUIDELLM = {
-    "model": "tiny", "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    "max_completion_tokens": 4, "ignore_eos": True,
+    "model": "tiny",
+    "stream": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    "max_completion_tokens": 4,
+    "ignore_eos": True,
     "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
-}  # fmt: skip
+}
 ROUTER = {
-    "no_stop_trim": False, "separate_reasoning": True, "stream_reasoning": True, "return_hidden_states": False,
+    "no_stop_trim": False,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "return_hidden_states": False,
     "include_reasoning": True,
-}  # fmt: skip
+}
 QUESTION: Any = [{"role": "user", "content": "hi"}]
 
 

@@ -15,14 +15,30 @@ from tests.server.test_control import complete
 from tokserve.base.errors import Conflict, RequestError
 from tokserve.protocol.messages import Status
 
-AREAL_GROUP = {"master_address": "10.0.0.1", "master_port": "29500", "rank_offset": 1, "world_size": 2,
-               "backend": "gloo", "group_name": "update_weight_group"}  # fmt: skip
-AREAL_META = {"names": ["a", "b"], "dtypes": ["torch.bfloat16", "float32"], "shapes": [[2, 3], [4]],
-              "group_name": "update_weight_group"}  # fmt: skip
+AREAL_GROUP = {
+    "master_address": "10.0.0.1",
+    "master_port": "29500",
+    "rank_offset": 1,
+    "world_size": 2,
+    "backend": "gloo",
+    "group_name": "update_weight_group",
+}
+AREAL_META = {
+    "names": ["a", "b"],
+    "dtypes": ["torch.bfloat16", "float32"],
+    "shapes": [[2, 3], [4]],
+    "group_name": "update_weight_group",
+}
 STAGED = {"names": ["a", "b"], "dtype_names": ["torch.bfloat16", "float32"], "shapes": [[2, 3], [4]]}
 JOINED = AREAL_GROUP | {"master_port": 29500, "rendezvous": "torch"}
-PRIME_RL = {"host": "trainer", "port": 29501, "rank_offset": 0, "inference_world_size": 1, "timeout": 1200,
-            "quantize_in_weight_transfer": False}  # fmt: skip
+PRIME_RL = {
+    "host": "trainer",
+    "port": 29501,
+    "rank_offset": 0,
+    "inference_world_size": 1,
+    "timeout": 1200,
+    "quantize_in_weight_transfer": False,
+}
 
 
 def verbs(s: Any) -> list[str]:
@@ -136,8 +152,12 @@ def test_methods_of_a_worker_extension_are_called() -> None:
 
 def test_skyrls_paths() -> None:
     s = command_site()
-    sent = {"sampling_params": {"max_tokens": 2, "logprobs": 1, "seed": 1}, "model": None, "token_ids": [5, 6],
-            "cache_salt": "x"}  # fmt: skip
+    sent = {
+        "sampling_params": {"max_tokens": 2, "logprobs": 1, "seed": 1},
+        "model": None,
+        "token_ids": [5, 6],
+        "cache_salt": "x",
+    }
     one, other = (s.post(path, sent).json() for path in ("/skyrl/v1/generate", "/inference/v1/generate"))
     assert one["choices"] == other["choices"]
     assert s.post("/skyrl/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/p"}).status_code == 200

@@ -79,9 +79,14 @@ class Pair:
         generation = options.pop("add_generation_prompt", not options.get("continue_final_message", False))
         template = options.pop("template", None)
         expected = self.reference.apply_chat_template(
-            messages, chat_template=template, add_generation_prompt=generation, tokenize=True, return_dict=False,
-            **options, **(kwargs or {}),
-        )  # fmt: skip
+            messages,
+            chat_template=template,
+            add_generation_prompt=generation,
+            tokenize=True,
+            return_dict=False,
+            **options,
+            **(kwargs or {}),
+        )
         assert actual == expected
         return self.tokenizer.decode(actual, False)
 
@@ -166,8 +171,10 @@ def test_a_template_that_walks_through_parts_gets_them(chatml: Pair) -> None:
 
 def test_parts_reach_a_template_that_wants_the_user_first(chatml: Pair) -> None:
     """What a template makes of parts is found out with a chat in which each role stands where it may."""
-    strict = "{% if (messages | rejectattr('role', 'equalto', 'system') | first).role != 'user' %}" \
-             "{{ raise_exception('the user speaks first') }}{% endif %}" + PARTS  # fmt: skip
+    strict = (
+        "{% if (messages | rejectattr('role', 'equalto', 'system') | first).role != 'user' %}"
+        "{{ raise_exception('the user speaks first') }}{% endif %}" + PARTS
+    )
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     for index in range(3):
         talk: list[dict[str, Any]] = [dict(message) for message in TALK[:3]]
@@ -357,15 +364,27 @@ NO_CONTENT = (  # template, what it makes of a call without content
     ("{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}", "<assistant>"),
     ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "<assistant>"),
     ("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}", "<assistant>"),
-    ("{% for m in messages %}<{{ m.role }}>{% if m.content is none %}calls{% else %}{{ m['content'] + '.' }}"
-     "{% endif %}{% endfor %}", "<assistant>calls"),
-    ("{% for m in messages %}<{{ m.role }}>{% if 'content' in m %}{{ m['content'] + '.' }}{% else %}calls{% endif %}"
-     "{% endfor %}", "<assistant>calls"),
-    ("{% for m in messages %}<{{ m.role }}>{% if not m.content %}{{ m.tool_calls[0].function.name }}"
-     "{% else %}{{ m.content }}{% endif %}{% endfor %}", "<assistant>f"),
-    ("{% for m in messages %}<{{ m.role }}>{{ m.content if m.content is string else m.content | tojson }}{% endfor %}",
-     "<assistant>"),
-)  # fmt: skip
+    (
+        "{% for m in messages %}<{{ m.role }}>{% if m.content is none %}calls{% else %}{{ m['content'] + '.' }}"
+        "{% endif %}{% endfor %}",
+        "<assistant>calls",
+    ),
+    (
+        "{% for m in messages %}<{{ m.role }}>{% if 'content' in m %}{{ m['content'] + '.' }}{% else %}calls{% endif %}"
+        "{% endfor %}",
+        "<assistant>calls",
+    ),
+    (
+        "{% for m in messages %}<{{ m.role }}>{% if not m.content %}{{ m.tool_calls[0].function.name }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}",
+        "<assistant>f",
+    ),
+    (
+        "{% for m in messages %}<{{ m.role }}>"
+        "{{ m.content if m.content is string else m.content | tojson }}{% endfor %}",
+        "<assistant>",
+    ),
+)
 
 
 @pytest.mark.parametrize("content", [{}, {"content": None}], ids=["absent", "null"])
@@ -392,11 +411,12 @@ THOUGHT = {"type": "thinking", "thinking": "hm"}
 @pytest.mark.parametrize(
     "message",
     [
-        {"content": "Yes", "reasoning": "hm"}, {"content": [THOUGHT, {"type": "text", "text": "Yes"}]},
+        {"content": "Yes", "reasoning": "hm"},
+        {"content": [THOUGHT, {"type": "text", "text": "Yes"}]},
         {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, "Yes"]},
         {"content": [{"type": "text", "text": "Yes"}], "reasoning_content": "hm"},
     ],
-)  # fmt: skip
+)
 def test_reasoning_reaches_a_template_as_a_part_or_a_field(chatml: Pair, message: dict[str, Any]) -> None:
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", **message}]
     assert chatml.template.text(chat, template=PARTS_WITH_THOUGHTS) == "?[THINK]hm[/THINK]Yes"

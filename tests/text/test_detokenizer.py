@@ -15,9 +15,7 @@ from tokserve.text.tokenizer import Tokenizer
 
 TOKENIZERS = {name: Tokenizer(Backend.from_str(make())) for name, make in KINDS.items()}
 BYTES = TOKENIZERS["byte_level"]
-OF_BYTE = {
-    piece[0]: token for token in range(BYTES.vocab_size) if len(piece := BYTES.token_bytes(token)) == 1
-}  # fmt: skip
+OF_BYTE = {piece[0]: token for token in range(BYTES.vocab_size) if len(piece := BYTES.token_bytes(token)) == 1}
 IDS = st.lists(st.integers(0, 440), max_size=30)
 CUTS = st.lists(st.integers(0, 30), max_size=6)
 

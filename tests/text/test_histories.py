@@ -36,10 +36,18 @@ def text(template: str, *messages: dict[str, Any], **options: Any) -> str:
 
 @pytest.mark.parametrize(
     "empty",
-    [{"tool_calls": []}, {"tool_calls": None}, {"function_call": None}, {"function_call": {}}, {"reasoning": ""},
-     {"reasoning_content": ""}, {"thinking": None}, {"prefix": False}],
+    [
+        {"tool_calls": []},
+        {"tool_calls": None},
+        {"function_call": None},
+        {"function_call": {}},
+        {"reasoning": ""},
+        {"reasoning_content": ""},
+        {"thinking": None},
+        {"prefix": False},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_an_empty_field_is_as_if_it_were_absent(empty: dict[str, Any]) -> None:
     """F2: a template that looks for the field took an answer for calls, and its text was lost."""
     answer = {"role": "assistant", "content": "IMPORTANT"}
@@ -102,12 +110,14 @@ def test_a_final_message_with_prefix_is_continued() -> None:
         ([USER | {"prefix": True}], "messages[0].prefix"),
         ([USER, {"role": "assistant", "function_call": 5}], "messages[1].function_call"),
         ([USER, {"role": "assistant", "function_call": {"name": 5}}], "messages[1].function_call.name"),
-        ([USER, {"role": "assistant", "function_call": {"name": "f", "arguments": []}}],
-         "messages[1].function_call.arguments"),
+        (
+            [USER, {"role": "assistant", "function_call": {"name": "f", "arguments": []}}],
+            "messages[1].function_call.arguments",
+        ),
         ([USER, 5], "messages[1]"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_refusals_name_the_field(messages: list[Any], field: str) -> None:
     with pytest.raises(RequestError) as caught:
         text(HERMES, *messages)

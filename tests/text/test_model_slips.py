@@ -17,9 +17,12 @@ from tokserve.features.chat.parsing import Parser
 
 STRING = {"type": "string"}
 PROPERTIES: dict[str, Any] = {
-    "path": STRING, "content": STRING, "tags": {"type": "array"}, "cfg": {"properties": {"a": {"type": "integer"}}},
+    "path": STRING,
+    "content": STRING,
+    "tags": {"type": "array"},
+    "cfg": {"properties": {"a": {"type": "integer"}}},
     "n": {"type": "integer"},
-}  # fmt: skip
+}
 FUNCTIONS = {"write": {"type": "object", "properties": PROPERTIES}, "ping": {}}
 ONE = '{"name": "write", "arguments": {"path": "p"}}'
 PING = '{"name": "ping", "arguments": {}}'
@@ -62,11 +65,25 @@ def parameter(key: str, value: str) -> str:
 
 
 NOT_JSON = [
-    '{"content": "print("hello")", "path": "a.py"}', '{"path": "p",}', "{'path': 'p'}", '{"n": NaN}',
-    '{"path": "\\ud83c"}', '{"n": 1e400}', '{"path": "\\d"}', '{"path": "\\u12"}', '{path: 1}', '{"n": 01}',
-    '{"n": [1, 2}', '{"a": ' + "[" * 300 + "]" * 300 + "}", '{"n": -}', '{"n": 1 2}', '{"n": tru}', '{"a" 1}',
-    '{"n": ' + "9" * 5000 + "}", '{"path": "say "hi there"}',
-]  # fmt: skip
+    '{"content": "print("hello")", "path": "a.py"}',
+    '{"path": "p",}',
+    "{'path': 'p'}",
+    '{"n": NaN}',
+    '{"path": "\\ud83c"}',
+    '{"n": 1e400}',
+    '{"path": "\\d"}',
+    '{"path": "\\u12"}',
+    "{path: 1}",
+    '{"n": 01}',
+    '{"n": [1, 2}',
+    '{"a": ' + "[" * 300 + "]" * 300 + "}",
+    '{"n": -}',
+    '{"n": 1 2}',
+    '{"n": tru}',
+    '{"a" 1}',
+    '{"n": ' + "9" * 5000 + "}",
+    '{"path": "say "hi there"}',
+]
 
 
 @pytest.mark.parametrize("arguments", NOT_JSON, ids=lambda text: text[:20])
@@ -103,20 +120,32 @@ READ: list[tuple[str, str, Said]] = [
     ("qwen3_coder", "Ok.\n<function=write>\n<parameter=path>\np\n</parameter>\n</function>", content("Ok.") + WRITE_P),
     ("qwen3_coder", "Use <function=f> or <function=write> so", content("Use <function=f> or <function=write> so")),
     # b: an end tag inside a value
-    ("qwen3_coder", element(parameter("content", "ends with </parameter> here."), parameter("path", "p")),
-     call("write", '{"content": "ends with </parameter> here.", "path": "p"}')),
+    (
+        "qwen3_coder",
+        element(parameter("content", "ends with </parameter> here."), parameter("path", "p")),
+        call("write", '{"content": "ends with </parameter> here.", "path": "p"}'),
+    ),
     # c: no end of the function
     ("qwen3_coder", element(parameter("path", "p")).replace("</function>\n", ""), WRITE_P),
     ("qwen3_coder", "<tool_call><function=ping></tool_call>", call("ping", "{}")),
     # d: no end of a parameter, before the next one and before the function's end
-    ("qwen3_coder", element("<parameter=path>\np\n", parameter("content", "c")),
-     call("write", '{"path": "p", "content": "c"}')),
+    (
+        "qwen3_coder",
+        element("<parameter=path>\np\n", parameter("content", "c")),
+        call("write", '{"path": "p", "content": "c"}'),
+    ),
     ("qwen3_coder", element("<parameter=path>\np\n"), WRITE_P),
-    ("qwen3_coder", element(parameter("path", "a\n<parameter=path>\n<parameter=other>\nb\n</function>\nc")),
-     call("write", '{"path": "a\\n<parameter=path>\\n<parameter=other>\\nb\\n</function>\\nc"}')),
+    (
+        "qwen3_coder",
+        element(parameter("path", "a\n<parameter=path>\n<parameter=other>\nb\n</function>\nc")),
+        call("write", '{"path": "a\\n<parameter=path>\\n<parameter=other>\\nb\\n</function>\\nc"}'),
+    ),
     # e, f: values in Python's notation; an object that is not said to be one
-    ("qwen3_coder", element(parameter("tags", "['python', 'x']"), parameter("cfg", "{'b': True}")),
-     call("write", '{"tags": ["python", "x"], "cfg": {"b": true}}')),
+    (
+        "qwen3_coder",
+        element(parameter("tags", "['python', 'x']"), parameter("cfg", "{'b': True}")),
+        call("write", '{"tags": ["python", "x"], "cfg": {"b": true}}'),
+    ),
     ("qwen3_coder", element(parameter("cfg", '{"a": 5}')), call("write", '{"cfg": {"a": 5}}')),
     # g: two functions in one
     ("qwen3_coder", element(parameter("path", "p") + "</function>\n<function=ping>\n"), WRITE_P + call("ping", "{}")),
@@ -142,7 +171,7 @@ READ: list[tuple[str, str, Said]] = [
     ("llama3_json", f"{ONE}, {PING}", WRITE_P + call("ping", "{}")),
     ("llama3_json", f"[{ONE}, {PING}]", WRITE_P + call("ping", "{}")),
     ("llama3_json", f"<|python_tag|>{ONE}; {PING}", WRITE_P + call("ping", "{}")),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("form", "text", "pieces"), READ)
@@ -172,20 +201,29 @@ def test_a_call_that_is_cut_off_is_not_complete(form: str, text: str, arguments:
 
 THOUGHT_CALLS: list[tuple[str, str, Said]] = [
     ("hermes", f"I should call <tool_call>{ONE}</tool_call>", [("reasoning", "I should call"), *WRITE_P]),
-    ("hermes", f"So\n<tool_call>{ONE}</tool_call>\n<tool_call>{PING}</tool_call>\n",
-     [("reasoning", "So"), *WRITE_P, *call("ping", "{}")]),
-    ("qwen3_coder", "So\n<function=write>\n<parameter=path>\np\n</parameter>\n</function>",
-     [("reasoning", "So"), *WRITE_P]),
+    (
+        "hermes",
+        f"So\n<tool_call>{ONE}</tool_call>\n<tool_call>{PING}</tool_call>\n",
+        [("reasoning", "So"), *WRITE_P, *call("ping", "{}")],
+    ),
+    (
+        "qwen3_coder",
+        "So\n<function=write>\n<parameter=path>\np\n</parameter>\n</function>",
+        [("reasoning", "So"), *WRITE_P],
+    ),
     ("mistral", '[TOOL_CALLS]write[ARGS]{"path": "p"}', WRITE_P),
     # no calls: the thought goes on, or ends, or the call does not
     ("hermes", f"a <tool_call>{ONE}</tool_call> b", [("reasoning", f"a <tool_call>{ONE}</tool_call> b")]),
-    ("hermes", f"a <tool_call>{ONE}</tool_call> </think>b",
-     [("reasoning", f"a <tool_call>{ONE}</tool_call>"), *content("b")]),
+    (
+        "hermes",
+        f"a <tool_call>{ONE}</tool_call> </think>b",
+        [("reasoning", f"a <tool_call>{ONE}</tool_call>"), *content("b")],
+    ),
     ("hermes", f"a <tool_call>{ONE[:-4]}</think>b", [("reasoning", f"a <tool_call>{ONE[:-4]}"), *content("b")]),
     ("hermes", f"a <tool_call>{ONE[:-4]}", [("reasoning", f"a <tool_call>{ONE[:-4]}")]),
     ("hermes", f"a <tool_call> b <tool_call>{ONE}</tool_call>", [("reasoning", "a <tool_call> b"), *WRITE_P]),
     ("llama3_json", f"a {ONE}", [("reasoning", f"a {ONE}")]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("form", "text", "pieces"), THOUGHT_CALLS)
@@ -215,15 +253,21 @@ def test_a_thought_that_the_prompt_has_begun_keeps_its_white_space() -> None:
     ("schema", "text", "value"),
     [
         ({"type": "array"}, "['a', \"b\", None, 1.5]", '["a", "b", null, 1.5]'),
-        ({"type": "array"}, "['a'", '"[\'a\'"'),
-        ({"type": "object"}, "{'a': (1, 2)}", '"{\'a\': (1, 2)}"'), ({"type": "object"}, "{1: 2}", '"{1: 2}"'),
-        ({"type": "object"}, "{'a': 1e999}", '"{\'a\': 1e999}"'), ({"type": "array"}, "{'a': 1}", '"{\'a\': 1}"'),
-        ({"type": "array"}, "['\\d']", '"[\'\\\\d\']"'), ({"type": "array"}, "[" * 5000, f'"{"[" * 5000}"'),
-        ({"type": "array"}, "[f()]", '"[f()]"'), ({"items": {}}, "[1]", "[1]"), ({"items": {}}, "a", '"a"'),
-        ({"minimum": 0}, "5", "5"), ({"anyOf": [{"properties": {}}, {"type": "null"}]}, "{'a': 1}", '{"a": 1}'),
+        ({"type": "array"}, "['a'", "\"['a'\""),
+        ({"type": "object"}, "{'a': (1, 2)}", "\"{'a': (1, 2)}\""),
+        ({"type": "object"}, "{1: 2}", '"{1: 2}"'),
+        ({"type": "object"}, "{'a': 1e999}", "\"{'a': 1e999}\""),
+        ({"type": "array"}, "{'a': 1}", "\"{'a': 1}\""),
+        ({"type": "array"}, "['\\d']", "\"['\\\\d']\""),
+        ({"type": "array"}, "[" * 5000, f'"{"[" * 5000}"'),
+        ({"type": "array"}, "[f()]", '"[f()]"'),
+        ({"items": {}}, "[1]", "[1]"),
+        ({"items": {}}, "a", '"a"'),
+        ({"minimum": 0}, "5", "5"),
+        ({"anyOf": [{"properties": {}}, {"type": "null"}]}, "{'a': 1}", '{"a": 1}'),
     ],
     ids=lambda value: str(value)[:30],
-)  # fmt: skip
+)
 def test_values_in_pythons_notation(schema: dict[str, Any], text: str, value: str) -> None:
     assert not parameters.is_text(schema) and parameters.json_of(text, schema) == value
 
@@ -252,11 +296,14 @@ def written(rng: random.Random, form: str) -> tuple[str, list[Any]]:
         as_json = json.dumps(chosen, ensure_ascii=rng.random() < 0.5)
         key = "parameters" if form == "llama3_json" else "arguments"
         as_object = f'{{"name": "write", "{key}": {as_json}}}'
-        texts.append({
-            "hermes": f"<tool_call>\n{as_object}\n</tool_call>", "llama3_json": as_object + ";",
-            "mistral": f"[TOOL_CALLS]write[ARGS]{as_json}",
-            "deepseek_v31": f"<｜tool▁call▁begin｜>write<｜tool▁sep｜>{as_json}<｜tool▁call▁end｜>",  # noqa: RUF001
-        }[form])  # fmt: skip
+        texts.append(
+            {
+                "hermes": f"<tool_call>\n{as_object}\n</tool_call>",
+                "llama3_json": as_object + ";",
+                "mistral": f"[TOOL_CALLS]write[ARGS]{as_json}",
+                "deepseek_v31": f"<｜tool▁call▁begin｜>write<｜tool▁sep｜>{as_json}<｜tool▁call▁end｜>",  # noqa: RUF001
+            }[form]
+        )
         arguments.append(chosen)
     return "".join(texts), arguments
 
@@ -304,10 +351,15 @@ def test_of_mutated_calls_none_is_said_to_be_complete_but_with_what_the_model_wr
 
 @pytest.mark.parametrize(
     ("form", "piece"),
-    [("hermes", '<tool_call>{"name": "write", "arguments": {"path": "'), ("hermes", f"<tool_call>{ONE}}}"),
-     ("hermes", '<tool_call>{"name": "write", "arguments": {x"'), ("qwen3_coder", "<function=write><parameter=path>"),
-     ("qwen3_coder", "\n<parameter=n>\n</parameter>"), ("mistral", '[TOOL_CALLS]write[ARGS]{"path": "\\')],
-)  # fmt: skip
+    [
+        ("hermes", '<tool_call>{"name": "write", "arguments": {"path": "'),
+        ("hermes", f"<tool_call>{ONE}}}"),
+        ("hermes", '<tool_call>{"name": "write", "arguments": {x"'),
+        ("qwen3_coder", "<function=write><parameter=path>"),
+        ("qwen3_coder", "\n<parameter=n>\n</parameter>"),
+        ("mistral", '[TOOL_CALLS]write[ARGS]{"path": "\\'),
+    ],
+)
 @pytest.mark.parametrize("thinking", [None, "qwen3"])
 def test_slips_are_read_in_linear_time(form: str, piece: str, thinking: str | None) -> None:
     text = ("<think>" if thinking else "") + piece * 4000

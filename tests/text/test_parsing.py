@@ -17,10 +17,17 @@ from tokserve.features.chat.tool_formats import FORCED, THINKING, TOOL_FORMATS
 FORMATS = {form.name: form for form in (*TOOL_FORMATS, FORCED)}
 THOUGHTS = {thinking.name: thinking for thinking in THINKING}
 PROPERTIES = {
-    "a": {"type": "string"}, "n": {"type": "integer"}, "b": {"type": "boolean"}, "o": {"type": "object"},
-    "e": {"enum": ["1", "on"]}, "m": {"type": ["string", "null"]}, "odd": {"enum": 5}, "even": "no schema",
-    "k": {"const": 5}, "l": {"const": "5"},
-}  # fmt: skip
+    "a": {"type": "string"},
+    "n": {"type": "integer"},
+    "b": {"type": "boolean"},
+    "o": {"type": "object"},
+    "e": {"enum": ["1", "on"]},
+    "m": {"type": ["string", "null"]},
+    "odd": {"enum": 5},
+    "even": "no schema",
+    "k": {"const": 5},
+    "l": {"const": "5"},
+}
 FUNCTIONS = {"f": {"type": "object", "properties": PROPERTIES}, "g": {}}
 Said = list[tuple[str, str]]
 
@@ -80,37 +87,63 @@ CASES: list[tuple[str, str, Said]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', call("f", '{"a": 1}')),
     ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', call("f", "{}")),
     ("hermes", '<tool_call>{"id": "1", "name": "f", "type": "function"}</tool_call>', call("f", "{}")),
-    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "123456789"}, {"name": "g", "arguments": {}}]',
-     call("f", "{}") + call("g", "{}")),
-    ("mistral", 'Ok. [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{"b": 2}',
-     content("Ok.") + call("f", '{"a": 1}') + call("g", '{"b": 2}')),
-    ("mistral", '[TOOL_CALLS]f[CALL_ID]9a9a9a9a9[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]b[ARGS]{}',
-     call("f", '{"a": 1}') + call("g", "{}")),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "123456789"}, {"name": "g", "arguments": {}}]',
+        call("f", "{}") + call("g", "{}"),
+    ),
+    (
+        "mistral",
+        'Ok. [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{"b": 2}',
+        content("Ok.") + call("f", '{"a": 1}') + call("g", '{"b": 2}'),
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS]f[CALL_ID]9a9a9a9a9[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]b[ARGS]{}',
+        call("f", '{"a": 1}') + call("g", "{}"),
+    ),
     ("mistral", "[TOOL_CALLS]f[CALL_ID]b[ARGS] no", content("[TOOL_CALLS]f[CALL_ID]b[ARGS] no")),
-    ("llama3_json", '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
-     call("f", '{"a": 1}') + call("g", "{}")),
+    (
+        "llama3_json",
+        '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
+        call("f", '{"a": 1}') + call("g", "{}"),
+    ),
     ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}', call("f", "{}")),
     ("deepseek_v31", DEEPSEEK, content("Yes.") + call("f", "{}") + call("g", "{}")),
-    ("forced", '[{"name": "f", "parameters": {"a": 1}}, {"name":"g","parameters":{}}]',
-     call("f", '{"a": 1}') + call("g", "{}")),
-    ("qwen3_coder",
-     "<tool_call>\n<function=f>\n<parameter=a>\nl1\nsay \"5\"\\\n</parameter>\n<parameter=n>\n5\n</parameter>\n"
-     '<parameter=b>True</parameter><parameter=o>{"x": [1]}</parameter><parameter=e>1</parameter>'
-     "<parameter=m>null</parameter><parameter=new>1</parameter><parameter=odd>2</parameter><parameter=even>2</parameter>"
-     "<parameter=k>5</parameter><parameter=l>5</parameter></function>\n</tool_call>",
-     call("f", '{"a": "l1\\nsay \\"5\\"\\\\", "n": 5, "b": true, "o": {"x": [1]}, "e": "1", "m": null, "new": "1", '
-               '"odd": 2, "even": "2", "k": 5, "l": "5"}')),
+    (
+        "forced",
+        '[{"name": "f", "parameters": {"a": 1}}, {"name":"g","parameters":{}}]',
+        call("f", '{"a": 1}') + call("g", "{}"),
+    ),
+    (
+        "qwen3_coder",
+        '<tool_call>\n<function=f>\n<parameter=a>\nl1\nsay "5"\\\n</parameter>\n<parameter=n>\n5\n</parameter>\n'
+        '<parameter=b>True</parameter><parameter=o>{"x": [1]}</parameter><parameter=e>1</parameter>'
+        "<parameter=m>null</parameter><parameter=new>1</parameter><parameter=odd>2</parameter><parameter=even>2</parameter>"
+        "<parameter=k>5</parameter><parameter=l>5</parameter></function>\n</tool_call>",
+        call(
+            "f",
+            '{"a": "l1\\nsay \\"5\\"\\\\", "n": 5, "b": true, "o": {"x": [1]}, "e": "1", "m": null, "new": "1", '
+            '"odd": 2, "even": "2", "k": 5, "l": "5"}',
+        ),
+    ),
     ("qwen3_coder", "<tool_call><function=f></function></tool_call>", call("f", "{}")),
     ("qwen3_coder", "<tool_call><function=f><parameter=n>five</parameter></function>", call("f", '{"n": "five"}')),
-    ("qwen3_coder", "<tool_call><function=f><parameter=m>5</parameter><parameter=b>False</parameter></function>",
-     call("f", '{"m": "5", "b": false}')),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=m>5</parameter><parameter=b>False</parameter></function>",
+        call("f", '{"m": "5", "b": false}'),
+    ),
     ("qwen3_coder", "<tool_call><function=h><parameter=a>1</parameter></function>", call("h", '{"a": "1"}')),
     ("forced", '[{"name":"f","parameters":{}},{"name":"g","parameters":{}}]', call("f", "{}") + call("g", "{}")),
     ("hermes", f"<tool_call>{ONE} B", call("f", '{"a": "x"}') + content("B")),
     ("hermes", f"A <tool_call>{ONE} B", content("A") + call("f", '{"a": "x"}') + content(" B")),
     # markers inside arguments
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>\\"<tool_call>"}}</tool_call>',
-     call("f", '{"a": "</tool_call>\\"<tool_call>"}')),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>\\"<tool_call>"}}</tool_call>',
+        call("f", '{"a": "</tool_call>\\"<tool_call>"}'),
+    ),
     # no calls
     ("hermes", " a <tool_c b <tool_call", content(" a <tool_c b <tool_call")),
     ("hermes", "a <tool_call> b", content("a <tool_call> b")),
@@ -126,25 +159,39 @@ CASES: list[tuple[str, str, Said]] = [
     ("llama3_json", 'It is {"name": "f", "parameters": {}}', content('It is {"name": "f", "parameters": {}}')),
     ("qwen3_coder", f"<tool_call>{ONE}</tool_call>", content(f"<tool_call>{ONE}</tool_call>")),
     ("qwen3_coder", "<tool_call><function=f><parameter", content("<tool_call><function=f><parameter")),
-    *(("hermes", text, content(text)) for text in
-      ('<tool_call>{"name": 5, "arguments": {}}</tool_call>', '<tool_call>{"name": "\\ud800", "arguments": {}}')),
+    *(
+        ("hermes", text, content(text))
+        for text in (
+            '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+            '<tool_call>{"name": "\\ud800", "arguments": {}}',
+        )
+    ),
     ("qwen3_coder", "<tool_call><function=></function>", content("<tool_call><function=></function>")),
     ("qwen3_coder", "<tool_call><function=f><parameter=>1", content("<tool_call><function=f><parameter=>1")),
     ("qwen3_coder", "<tool_call><function=f>oh</tool_call>", content("<tool_call><function=f>oh</tool_call>")),
     # calls that go wrong after they were told, and one that lacks its last brace
     ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}} oh', call("f", "{}") + content("oh")),
-    ("qwen3_coder", "<tool_call><function=f><parameter=n>5</parameter><parameter=>1</parameter></tool_call> B",
-     call("f", '{"n": 5') + content("B")),
-    ("qwen3_coder", "<tool_call><function=f><parameter=n>5</parameter>oh</tool_call> B",
-     call("f", '{"n": ') + content("B")),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=n>5</parameter><parameter=>1</parameter></tool_call> B",
+        call("f", '{"n": 5') + content("B"),
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=n>5</parameter>oh</tool_call> B",
+        call("f", '{"n": ') + content("B"),
+    ),
     ("qwen3_coder", "<tool_call><function=f><parameter=n>5", call("f", '{"n": ')),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1', call("f", '{"a": [1')),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}, oh} x</tool_call> B', call("f", "{}") + content("B")),
-    ("hermes", f'<tool_call>{{"name": "f", "arguments": {{}}, <tool_call>{ONE}',
-     call("f", "{}") + call("f", '{"a": "x"}')),
+    (
+        "hermes",
+        f'<tool_call>{{"name": "f", "arguments": {{}}, <tool_call>{ONE}',
+        call("f", "{}") + call("f", '{"a": "x"}'),
+    ),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}</tool_call>', call("f", "{}")),
     ("qwen3_coder", "<tool_call><function=f><parameter=a>\nlong", call("f", '{"a": "long')),
-]  # fmt: skip
+]
 
 
 NULLABLE = {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}
@@ -155,21 +202,38 @@ OPTIONAL = {"anyOf": [{"type": "boolean"}, {"type": "integer"}, {"type": "null"}
     ("schema", "text", "value"),
     [
         # what a schema allows is told apart from what only looks like JSON
-        (NULLABLE, "0049123", '"0049123"'), (NULLABLE, "12345", '"12345"'), (NULLABLE, '{"a": 1}', '"{\\"a\\": 1}"'),
-        (NULLABLE, "null", "null"), (NULLABLE, "true", '"true"'),
-        ({"type": ["string", "null"]}, "5", '"5"'), ({"type": ["string", "integer"]}, "5", "5"),
-        ({"type": ["string", "integer"]}, "5.5", '"5.5"'), ({"type": ["string", "array"]}, "[1]", "[1]"),
-        ({"type": "integer"}, "5.0", "5.0"), ({"type": "integer"}, "5.5", '"5.5"'), ({"type": "number"}, "5", "5"),
-        ({"oneOf": [{"enum": ["a", 1]}, {"const": None}]}, "2", "2"), ({"enum": ["a", "b"]}, "2", '"2"'),
-        ({"$ref": "#/$defs/x"}, "5", "5"), ({"allOf": [{"type": "string"}]}, "5", "5"), ({"anyOf": [True]}, "5", "5"),
-        ({"anyOf": [{"type": "string"}] * 1000}, "5", "5"), ({"anyOf": []}, "5", '"5"'),
+        (NULLABLE, "0049123", '"0049123"'),
+        (NULLABLE, "12345", '"12345"'),
+        (NULLABLE, '{"a": 1}', '"{\\"a\\": 1}"'),
+        (NULLABLE, "null", "null"),
+        (NULLABLE, "true", '"true"'),
+        ({"type": ["string", "null"]}, "5", '"5"'),
+        ({"type": ["string", "integer"]}, "5", "5"),
+        ({"type": ["string", "integer"]}, "5.5", '"5.5"'),
+        ({"type": ["string", "array"]}, "[1]", "[1]"),
+        ({"type": "integer"}, "5.0", "5.0"),
+        ({"type": "integer"}, "5.5", '"5.5"'),
+        ({"type": "number"}, "5", "5"),
+        ({"oneOf": [{"enum": ["a", 1]}, {"const": None}]}, "2", "2"),
+        ({"enum": ["a", "b"]}, "2", '"2"'),
+        ({"$ref": "#/$defs/x"}, "5", "5"),
+        ({"allOf": [{"type": "string"}]}, "5", "5"),
+        ({"anyOf": [True]}, "5", "5"),
+        ({"anyOf": [{"type": "string"}] * 1000}, "5", "5"),
+        ({"anyOf": []}, "5", '"5"'),
         # values as Python writes them
-        (NULLABLE, "None", "null"), (OPTIONAL, "None", "null"), (OPTIONAL, "True", "true"),
-        (OPTIONAL, "False", "false"), (NULLABLE, "True", '"True"'), ({"type": "boolean"}, "TRUE", "true"),
+        (NULLABLE, "None", "null"),
+        (OPTIONAL, "None", "null"),
+        (OPTIONAL, "True", "true"),
+        (OPTIONAL, "False", "false"),
+        (NULLABLE, "True", '"True"'),
+        ({"type": "boolean"}, "TRUE", "true"),
         ({"type": "null"}, " None\n", "null"),
-        (OPTIONAL, "none", '"none"'), (OPTIONAL, "7", "7"), (OPTIONAL, "seven", '"seven"'),
+        (OPTIONAL, "none", '"none"'),
+        (OPTIONAL, "7", "7"),
+        (OPTIONAL, "seven", '"seven"'),
     ],
-)  # fmt: skip
+)
 def test_a_parameter_has_a_type_that_its_schema_allows(schema: dict[str, Any], text: str, value: str) -> None:
     assert not parameters.is_text(schema) and parameters.json_of(text, schema) == value
 
@@ -189,10 +253,14 @@ THOUGHT: list[tuple[str, bool, str, Said]] = [
     ("qwen3", True, "<think>hm</think>", [("reasoning", "hm")]),
     ("qwen3", True, "cut ", [("reasoning", "cut ")]),
     ("qwen3", False, "<think></think>\n ", []),
-    ("qwen3", False, f"<think>\n<tool_call>\n</think>\n\n<tool_call>{ONE}</tool_call>",
-     [("reasoning", "<tool_call>"), *call("f", '{"a": "x"}')]),
+    (
+        "qwen3",
+        False,
+        f"<think>\n<tool_call>\n</think>\n\n<tool_call>{ONE}</tool_call>",
+        [("reasoning", "<tool_call>"), *call("f", '{"a": "x"}')],
+    ),
     ("mistral", False, "[THINK]hm[/THINK]Yes", [("reasoning", "hm"), *content("Yes")]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("thinking", "inside", "text", "pieces"), THOUGHT)
@@ -242,9 +310,11 @@ def test_no_two_markers_can_overlap() -> None:
 
 
 HOSTILE = [
-    ('<tool_call>{"arguments": {"a": "', ""), ('<tool_call>{"name": "', ""), ("x<tool_call>\n", ""),
+    ('<tool_call>{"arguments": {"a": "', ""),
+    ('<tool_call>{"name": "', ""),
+    ("x<tool_call>\n", ""),
     ('<tool_call>{"arguments": {', "}" * 40_000),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("piece", "end"), HOSTILE)
@@ -255,12 +325,33 @@ def test_parsing_takes_linear_time(piece: str, end: str) -> None:
 
 
 ATOMS = [
-    *{marker for form in FORMATS.values() for marker in form.markers()}, "<think>", "</think>", "<function=f>",
-    "</function>", "\n<parameter=n>",
-    "\n</function>", "<parameter=a>", "<parameter=n>", "</parameter>", *'{}[]"\\:,; \nx1', "  \n", "é漢", "null",
-    "\u00a0", ONE, '{"name": "f", "parameters": {"a": "<tool_call>"}}', '{"arguments": {"q": [1, "}"]}, "name": "g"}',
-    '{"name": "f", "arg', '"name"', '"arguments"', '"f"', '"id": "1", ', "<tool", "</para", "</think",
-]  # fmt: skip
+    *{marker for form in FORMATS.values() for marker in form.markers()},
+    "<think>",
+    "</think>",
+    "<function=f>",
+    "</function>",
+    "\n<parameter=n>",
+    "\n</function>",
+    "<parameter=a>",
+    "<parameter=n>",
+    "</parameter>",
+    *'{}[]"\\:,; \nx1',
+    "  \n",
+    "é漢",
+    "null",
+    "\u00a0",
+    ONE,
+    '{"name": "f", "parameters": {"a": "<tool_call>"}}',
+    '{"arguments": {"q": [1, "}"]}, "name": "g"}',
+    '{"name": "f", "arg',
+    '"name"',
+    '"arguments"',
+    '"f"',
+    '"id": "1", ',
+    "<tool",
+    "</para",
+    "</think",
+]
 
 
 def test_the_parse_does_not_depend_on_the_cuts() -> None:

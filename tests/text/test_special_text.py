@@ -151,7 +151,7 @@ EVERYWHERE: list[tuple[str, dict[str, Any]]] = [
     ("tools[0].function.description", {"messages": [{"role": "user", "content": "a"}], "tools": [TOOL]}),
     ("documents[0].title", {"messages": [{"role": "user", "content": "a"}], "documents": [{"title": FORGED}]}),
     ("chat_template_kwargs.day", {"messages": [{"role": "user", "content": "a"}], "kwargs": {"day": FORGED}}),
-]  # fmt: skip
+]
 SHOWS_ALL = (
     "{{ day }}{{ documents | tojson }}{{ tools | tojson }}{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{{ m.reasoning_content }}{{ m.content }}{{ m.tool_calls | default([]) | tojson(ensure_ascii=true) }}<|im_end|>"

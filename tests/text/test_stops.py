@@ -9,9 +9,10 @@ def first(stops: list[str], text: str, floor: int) -> tuple[int, int] | None:
     """The match by definition: it ends first after `floor`; of those that end together, it is the longest."""
     actual = [
         (begin + len(stop), begin)
-        for stop in stops for begin in range(len(text) - len(stop) + 1)
+        for stop in stops
+        for begin in range(len(text) - len(stop) + 1)
         if text.startswith(stop, begin) and begin + len(stop) > floor
-    ]  # fmt: skip
+    ]
     return (min(actual)[1], min(actual)[0]) if actual else None
 
 

@@ -29,21 +29,28 @@ MARKERS = sorted({mark for form in TOOL_FORMATS for mark in form.markers()})
 CITY = {"enum": ["Oslo", "Rome"]}
 FUNCTIONS: dict[str, Any] = {
     "weather": {
-        "type": "object", "required": ["city", "when"],
+        "type": "object",
+        "required": ["city", "when"],
         "properties": {
-            "city": {"$ref": "#/$defs/City"}, "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            "city": {"$ref": "#/$defs/City"},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
             "when": {"anyOf": [{"type": "boolean"}, {"type": "null"}, {"const": "now"}]},
         },
         "$defs": {"City": CITY},
     },
-    "weathers": {"type": "object", "properties": {"cities": {"type": "array", "items": {"$ref": "#/definitions/City"},
-                                                             "maxItems": 2}}, "definitions": {"City": CITY}},
+    "weathers": {
+        "type": "object",
+        "properties": {"cities": {"type": "array", "items": {"$ref": "#/definitions/City"}, "maxItems": 2}},
+        "definitions": {"City": CITY},
+    },
     "ping": {},
-}  # fmt: skip
+}
 VERDICT = {
-    "type": "object", "properties": {"right": {"type": "boolean"}, "score": {"type": "integer", "enum": [1, 12]}},
-    "required": ["right"], "additionalProperties": False,
-}  # fmt: skip
+    "type": "object",
+    "properties": {"right": {"type": "boolean"}, "score": {"type": "integer", "enum": [1, 12]}},
+    "required": ["right"],
+    "additionalProperties": False,
+}
 WEATHER = '{"city": "Oslo", "days": 3, "when": true}'
 CITIES = '{"cities": ["Rome"]}'
 ELEMENTS = (
@@ -68,7 +75,8 @@ WRITTEN = {  # one call, and two
         f"<tool_call>\n{ELEMENTS[0]}\n</tool_call>\n<tool_call>\n{ELEMENTS[1]}\n</tool_call>",
     ],
     "mistral": [
-        f"[TOOL_CALLS]weather[ARGS]{WEATHER}", f"[TOOL_CALLS]weather[ARGS]{WEATHER}[TOOL_CALLS]weathers[ARGS]{CITIES}",
+        f"[TOOL_CALLS]weather[ARGS]{WEATHER}",
+        f"[TOOL_CALLS]weather[ARGS]{WEATHER}[TOOL_CALLS]weathers[ARGS]{CITIES}",
         f"[TOOL_CALLS] [{object_call('weather', WEATHER)}]",
         f"[TOOL_CALLS] [{object_call('weather', WEATHER)}, {object_call('weathers', CITIES)}]",
     ],
@@ -83,7 +91,7 @@ WRITTEN = {  # one call, and two
         f"{object_call('weather', WEATHER, 'parameters')}; {object_call('weathers', CITIES, 'parameters')}",
         f"<|python_tag|>{object_call('weather', WEATHER, 'parameters')}",
     ],
-}  # fmt: skip
+}
 NAMES = list(WRITTEN)
 ODD = "\"\\\x01\x08\x7f\u2028é🙂<'"
 ANSWERS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {  # the form, texts of it, and other texts
@@ -131,9 +139,12 @@ def compilers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiler]:
 def either(marks: str, form: str, answer: dict[str, Any], **options: Any) -> StructuredOutputs:
     functions = options.pop("functions", FUNCTIONS)
     grammar = tool_grammars.answer_or_calls(
-        StructuredOutputs(**answer), named(TOOL_FORMATS, form), functions, tokenizer(marks),
+        StructuredOutputs(**answer),
+        named(TOOL_FORMATS, form),
+        functions,
+        tokenizer(marks),
         **({"max_calls": 16} | options),
-    )  # fmt: skip
+    )
     grammar.validate()
     return grammar
 
@@ -280,10 +291,18 @@ def test_calls_within_any_text(compilers: dict[str, Compiler], form: str, marks:
 
 
 STRINGS = {
-    "type": "object", "required": ["a"], "additionalProperties": {"type": "string"},
-    "properties": {"a": {"type": "string"}, "b": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "c": {}, "d": True,
-                   "e": {"$ref": "#/definitions/E"}}, "definitions": {"E": {"type": ["string", "integer"]}},
-}  # fmt: skip
+    "type": "object",
+    "required": ["a"],
+    "additionalProperties": {"type": "string"},
+    "properties": {
+        "a": {"type": "string"},
+        "b": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "c": {},
+        "d": True,
+        "e": {"$ref": "#/definitions/E"},
+    },
+    "definitions": {"E": {"type": ["string", "integer"]}},
+}
 ROUND = {"$ref": "#/$defs/A"}
 FANNED = {str(i): {"anyOf": [{"$ref": f"#/$defs/{max(i - 1, 0)}"}] * 9 + [{"const": i}]} for i in range(30)}
 
@@ -296,35 +315,47 @@ def elements(**values: str) -> str:
 @pytest.mark.parametrize(
     ("values", "taken"),
     [
-        ({"a": "x < y\n\n</p>"}, True), ({"a": ""}, True),
+        ({"a": "x < y\n\n</p>"}, True),
+        ({"a": ""}, True),
         ({"a": "x", "b": "null", "c": "[", "d": "1", "e": "2"}, True),
-        ({"a": "x", "other": "y", "more": "z"}, True), ({"b": "x"}, False), ({"b": "x", "a": "x"}, False),
+        ({"a": "x", "other": "y", "more": "z"}, True),
+        ({"b": "x"}, False),
+        ({"b": "x", "a": "x"}, False),
     ],
-)  # fmt: skip
+)
 def test_elements_that_may_be_strings_are_any_text(
     compilers: dict[str, Compiler], values: dict[str, str], taken: bool
 ) -> None:
     text, answer = elements(**values), {"json_object": True}
     assert takes(compilers["added"], "added", "qwen3_coder", answer, text, functions={"f": STRINGS}) == taken
-    actual = takes(compilers["added"], "added", "qwen3_coder", answer, text, functions={"f": STRINGS | {
-        "additionalProperties": False}})  # fmt: skip
+    actual = takes(
+        compilers["added"],
+        "added",
+        "qwen3_coder",
+        answer,
+        text,
+        functions={"f": STRINGS | {"additionalProperties": False}},
+    )
     assert actual == (taken and "other" not in values)
 
 
 @pytest.mark.parametrize(
     ("form", "functions", "why"),
     [
-        ("qwen3_coder", {"f": {"anyOf": [{}]}}, "anyOf"), ("qwen3_coder", {"f": {"properties": []}}, "properties"),
-        ("qwen3_coder", {"f": {"properties": {"a": 5}}}, "not a JSON schema"), ("hermes", {"a b": {}}, None),
+        ("qwen3_coder", {"f": {"anyOf": [{}]}}, "anyOf"),
+        ("qwen3_coder", {"f": {"properties": []}}, "properties"),
+        ("qwen3_coder", {"f": {"properties": {"a": 5}}}, "not a JSON schema"),
+        ("hermes", {"a b": {}}, None),
         ("qwen3_coder", {"f": {"\ud800": 1}}, "not a JSON schema"),
-        ("qwen3_coder", {"f": {"properties": {"a b": {}}}}, "'a b'"), ("mistral", {"a b": {}}, "'a b'"),
+        ("qwen3_coder", {"f": {"properties": {"a b": {}}}}, "'a b'"),
+        ("mistral", {"a b": {}}, "'a b'"),
         ("qwen3_coder", {"f": {"properties": {"a": {"$ref": "#/properties/a"}}}}, "#/properties/a"),
         ("qwen3_coder", {"f": {"properties": {"a": ROUND}, "$defs": {"A": ROUND}}}, "'a' of 'f'"),
         ("qwen3_coder", {"f": {"properties": {"a": ROUND}, "$defs": {"A": {"anyOf": [ROUND, {"const": 1}]}}}}, None),
         ("qwen3_coder", {"f": {"properties": {"a": {"$ref": "#/$defs/29"}}, "$defs": FANNED}}, None),
         *((form, {"f": {"properties": {"a": {"const": "x" * 70_000}}}}, "69632") for form in NAMES),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_put_in_a_grammar(form: str, functions: dict[str, Any], why: str | None) -> None:
     def make() -> StructuredOutputs:
         answer = StructuredOutputs(json_object=True)

@@ -17,15 +17,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3-mixed-wide": (
         "qwen3",
-        {"use_sliding_window": True, "sliding_window": 9, "layer_types": MIXED, "head_dim": 32, "attention_bias": True,
-         "tie_word_embeddings": False},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": MIXED,
+            "head_dim": 32,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
     ),
     "gemma3": ("gemma3_text", {}),
-}  # fmt: skip
+}
 
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_moe": ("qwen3_moe", {}), "glm4_moe": ("glm4_moe", {}), "hunyuan_v1_moe": ("hunyuan_v1_moe", {}),
-}  # fmt: skip
+    "qwen3_moe": ("qwen3_moe", {}),
+    "glm4_moe": ("glm4_moe", {}),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {}),
+}
 
 
 @pytest.fixture(autouse=True)

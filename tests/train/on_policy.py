@@ -12,8 +12,10 @@ from tokserve.rl import TokserveClient
 
 TEMPERATURE = 0.9
 KINDS: dict[str, dict[str, Any]] = {  # top_k: masks of more than --max-sampling-mask tokens are left out
-    "raw": {}, "temperature": {}, "processed": {"top_p": 0.9, "top_k": 1000, "return_sampling_mask": True},
-}  # fmt: skip
+    "raw": {},
+    "temperature": {},
+    "processed": {"top_p": 0.9, "top_k": 1000, "return_sampling_mask": True},
+}
 
 
 async def scored(
@@ -21,9 +23,16 @@ async def scored(
 ) -> list[torch.Tensor]:
     """Rollouts' logprobs by the model, after `==` with the server's."""
     rollouts = await client.generate(
-        prompts, n=2, seeds=[11 + number for number in range(len(prompts))], max_tokens=12, ignore_eos=True,
-        temperature=TEMPERATURE, logprobs_mode=mode, model=served, **KINDS[mode],
-    )  # fmt: skip
+        prompts,
+        n=2,
+        seeds=[11 + number for number in range(len(prompts))],
+        max_tokens=12,
+        ignore_eos=True,
+        temperature=TEMPERATURE,
+        logprobs_mode=mode,
+        model=served,
+        **KINDS[mode],
+    )
     rows = [np.concatenate([rollout.prompt_ids, rollout.token_ids]).tolist() for rollout in rollouts]
     masks = [rollout.sampling_mask for rollout in rollouts] if mode == "processed" else None
     actual: list[torch.Tensor] = model.logprobs(

@@ -277,13 +277,15 @@ def test_a_packed_row_is_its_sequences_also_by_their_ends() -> None:
         assert torch.equal(model(ids, **packed).logits[0], alone)
     assert torch.equal(model(ids, **ends(0, 10)).logits, model(ids).logits)
     wrong: list[tuple[dict[str, Any], str]] = [
-        (ends(0, 3, 9), "must rise from 0 to the row's 10 tokens"), (ends(0, 3, 3, 10), "must rise from 0"),
-        (ends(1, 10), "must rise from 0"), (ends(0), "must rise from 0"),
+        (ends(0, 3, 9), "must rise from 0 to the row's 10 tokens"),
+        (ends(0, 3, 3, 10), "must rise from 0"),
+        (ends(1, 10), "must rise from 0"),
+        (ends(0), "must rise from 0"),
         (ends(0, 4, 8, 10) | {"position_ids": positions}, r"position_ids begin sequences at \[3, 8\]"),
         (ends(0, 3, 10) | {"cu_seq_lens_k": torch.tensor([0, 4, 10])}, "be the same"),
         ({"cu_seq_lens_k": torch.tensor([0, 10])}, "given together"),
         (ends(0, 10) | {"attention_mask": torch.ones(1, 10)}, "one row without attention_mask"),
-    ]  # fmt: skip
+    ]
     for packed, message in wrong:
         with pytest.raises(ValueError, match=message):
             model(ids, **packed)
@@ -294,9 +296,14 @@ def test_no_argument_is_ignored_that_would_change_the_result() -> None:
     ids = torch.tensor([[5, 6, 7, 8]])
     expected = model(ids).logits
     without_effect: dict[str, Any] = {
-        "is_causal": True, "output_attentions": False, "output_router_logits": None, "return_dict": True,
-        "use_cache": False, "num_items_in_batch": torch.tensor(3), "something": None,
-    }  # fmt: skip
+        "is_causal": True,
+        "output_attentions": False,
+        "output_router_logits": None,
+        "return_dict": True,
+        "use_cache": False,
+        "num_items_in_batch": torch.tensor(3),
+        "something": None,
+    }
     assert torch.equal(model(ids, **without_effect).logits, expected)
     for option in ({"is_causal": False}, {"seq_idx": ids}, {"token_type_ids": ids}, {"atention_mask": ids}):
         with pytest.raises(ValueError, match=f"{next(iter(option))} is not supported by an exact model"):

@@ -206,8 +206,9 @@ def test_a_saved_policy_is_read_by_transformers(tmp_path: Path) -> None:
 
 RANDOM = [
     one if one in (("llama", 0), ("gemma3_text", 0), ("dots1", 0)) else pytest.param(*one, marks=pytest.mark.slow)
-    for one in every(4) if one[0] in TRAINED
-]  # fmt: skip
+    for one in every(4)
+    if one[0] in TRAINED
+]
 DROPOUTS = ("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop")
 
 

@@ -187,14 +187,16 @@ def test_gradients_of_trees_and_of_recomputed_blocks(name: str, dtype: str, tmp_
 @pytest.mark.parametrize(
     ("activation_bytes", "name", "dtype"),
     [
-        (0, "qwen3", "float32"), (0, "qwen2_moe", "bfloat16"),  # with the next row, each pair of values
-        (1 << 30, "qwen3", "bfloat16"), (1 << 30, "qwen2_moe", "float32"),
+        (0, "qwen3", "float32"),
+        (0, "qwen2_moe", "bfloat16"),  # with the next row, each pair of values
+        (1 << 30, "qwen3", "bfloat16"),
+        (1 << 30, "qwen2_moe", "float32"),
         pytest.param(0, "qwen3", "bfloat16", marks=pytest.mark.slow),
         pytest.param(0, "qwen2_moe", "float32", marks=pytest.mark.slow),
         pytest.param(1 << 30, "qwen3", "float32", marks=pytest.mark.slow),
         pytest.param(1 << 30, "qwen2_moe", "bfloat16", marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_ordered_gradients_do_not_depend_on_the_calls(
     activation_bytes: int, name: str, dtype: str, tmp_path: Path
 ) -> None:
@@ -304,9 +306,15 @@ def test_sampling_params_are_taken_in_every_form_of_a_request() -> None:
     others = {"logprobs": True, "n": 4, "stop": "x", "seed": 1 << 40, "stop_token_ids": np.arange(3)}
     numbers = {"logit_bias": {np.int64(5): np.float32(4), 9: torch.tensor(-1.5)}, "temperature": np.float32(0.5)}
     forms = (
-        json.loads(json.dumps(params)), nulls | params, ignored | params, neutral | params, others | params,
-        params | numbers, SentParams(**params), SamplingParams(**params, skip_clone=True),
-    )  # fmt: skip
+        json.loads(json.dumps(params)),
+        nulls | params,
+        ignored | params,
+        neutral | params,
+        others | params,
+        params | numbers,
+        SentParams(**params),
+        SamplingParams(**params, skip_clone=True),
+    )
     expected = scored(params)
     assert scored(None) != expected
     for form in forms:
@@ -323,8 +331,10 @@ def test_sampling_params_are_taken_in_every_form_of_a_request() -> None:
 
 def test_extreme_parameters_are_the_servers() -> None:
     assert (adjustments.MAX_PLAIN_BIAS, adjustments.MAX_PLAIN_REPETITION, adjustments.MAX_LOGIT) == (
-        processors.MAX_PLAIN_BIAS, processors.MAX_PLAIN_REPETITION, processors.MAX_LOGIT,
-    )  # fmt: skip
+        processors.MAX_PLAIN_BIAS,
+        processors.MAX_PLAIN_REPETITION,
+        processors.MAX_LOGIT,
+    )
     assert scores.COLD == processors.MIN_PLAIN_TEMPERATURE
 
 

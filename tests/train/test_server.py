@@ -109,9 +109,10 @@ def test_logprobs_over_the_support_of_the_draws(server: Served, policy: PolicyMo
         prompt = random_ids(40, 256, seed)
         params = {"seed": seed, "max_tokens": 15, "ignore_eos": True, "temperature": 1.3, "top_k": 12, "top_p": 0.8}
         body = {
-            "token_ids": prompt, "sampling_params": params | {"logprobs": 12, "logprobs_mode": "processed"},
+            "token_ids": prompt,
+            "sampling_params": params | {"logprobs": 12, "logprobs_mode": "processed"},
             "logprobs_format": "arrays",
-        }  # fmt: skip
+        }
         choice = server.post("/inference/v1/generate", body).json()["choices"][0]
         columns = choice["logprobs"]
         rows.append(prompt + choice["token_ids"])
@@ -140,10 +141,11 @@ def test_bias_and_penalties(server: Served, policy: PolicyModel) -> None:
         sampling = {"temperature": 0.8, "max_tokens": 20, "ignore_eos": True, "seed": seed} | penalties
         options = {key: value for key, value in sampling.items() if key != "seed"}
         (rollout,) = in_client(
-            server, lambda c, o=options, s=seed: c.generate(
+            server,
+            lambda c, o=options, s=seed: c.generate(
                 [random_ids(40, 256, s)], seeds=[s], logprobs_mode="processed", **o
-            )
-        )  # fmt: skip
+            ),
+        )
         rows.append([*rollout.prompt_ids.tolist(), *rollout.token_ids.tolist()])
         starts.append(len(rollout.prompt_ids))
         expected.append(rollout.logprobs.tolist())
@@ -187,9 +189,14 @@ def test_steps_with_pushes(family: str, dtype: str, steps: int, delta: bool, tmp
         async def scene(client: TokserveClient) -> None:
             for step in range(steps):
                 rollouts = await client.generate(
-                    [random_ids(45, 256, seed) for seed in (1, 2)], n=3, seeds=[11, 22], max_tokens=20,
-                    ignore_eos=True, temperature=0.9, logprobs_mode="temperature",
-                )  # fmt: skip
+                    [random_ids(45, 256, seed) for seed in (1, 2)],
+                    n=3,
+                    seeds=[11, 22],
+                    max_tokens=20,
+                    ignore_eos=True,
+                    temperature=0.9,
+                    logprobs_mode="temperature",
+                )
                 rows = [np.concatenate([rollout.prompt_ids, rollout.token_ids]).tolist() for rollout in rollouts]
                 starts = [len(rollout.prompt_ids) for rollout in rollouts]
                 scored = policy.logprobs(rows, starts, 0.9, "temperature")

@@ -161,8 +161,12 @@ def attempt(name: str, log: Path, arguments: tuple[str, ...] = ()) -> str | None
         try:
             done = subprocess.run(
                 [*command, "--model", str(DEMO_DIR), *recipe.arguments, *arguments],
-                env=env, cwd=BUILD, capture_output=True, text=True, timeout=SECONDS,
-            )  # fmt: skip
+                env=env,
+                cwd=BUILD,
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+            )
         except subprocess.TimeoutExpired:
             return f"no end after {SECONDS:.0f} s"
         well = server.get("/health?deep=1").status_code == 200

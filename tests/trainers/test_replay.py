@@ -42,10 +42,12 @@ def test_a_trainers_calls_are_answered(path: Path, tmp_path: Path) -> None:
     with Server("demo", *filled(recorded["server"], places)) as server:
         for request in recorded["requests"]:
             answer = httpx.request(
-                request.get("method", "POST"), server.url + request["path"], headers=request.get("headers"),
+                request.get("method", "POST"),
+                server.url + request["path"],
+                headers=request.get("headers"),
                 timeout=60,
                 json=filled(request["body"], places) if "body" in request else None,
-            )  # fmt: skip
+            )
             request_name = f"{recorded['framework']} {recorded['version']}: {request['path']}"
             assert answer.status_code == request.get("status", 200), f"{request_name}: {answer.text}"
             for field in request.get("reads", ()):

@@ -194,9 +194,16 @@ def rollouts(policy: Any) -> None:
     args = GRPOConfig(seed=0, use_cpu=True, bf16=False, report_to=[])
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     trainer = SimpleNamespace(
-        accelerator=Accelerator(cpu=True), model=policy, state=state, args=args, max_completion_length=2,
-        eos_token_ids=[0], processing_class=tokenizer, use_vllm=False, **sampling,
-    )  # fmt: skip
+        accelerator=Accelerator(cpu=True),
+        model=policy,
+        state=state,
+        args=args,
+        max_completion_length=2,
+        eos_token_ids=[0],
+        processing_class=tokenizer,
+        use_vllm=False,
+        **sampling,
+    )
     function(["Reverse"], trainer)
 
 

@@ -26,10 +26,21 @@ from tokserve.rl import trl_settings
 URL, MODEL_DIR, KEY = sys.argv[1:]
 PROMPT = [{"role": "user", "content": "Reverse the word abcdefgh."}]
 BASIC: dict[str, Any] = {
-    "use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "per_device_train_batch_size": 8,
-    "num_generations": 8, "max_completion_length": 24, "temperature": 2.0, "learning_rate": 1e-4, "seed": 5,
-    "max_steps": 1, "save_strategy": "no", "lr_scheduler_type": "constant", "mask_truncated_completions": False,
-}  # fmt: skip
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": [],
+    "disable_tqdm": True,
+    "per_device_train_batch_size": 8,
+    "num_generations": 8,
+    "max_completion_length": 24,
+    "temperature": 2.0,
+    "learning_rate": 1e-4,
+    "seed": 5,
+    "max_steps": 1,
+    "save_strategy": "no",
+    "lr_scheduler_type": "constant",
+    "mask_truncated_completions": False,
+}
 SERVER_MODE = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": URL}
 
 
@@ -91,10 +102,13 @@ def check_settings() -> None:
         texts = trained("RolloutFunction", directory, vllm_structured_outputs_regex="[a-z]{4}")
         assert all(re.fullmatch("[a-z]{4}", text) for text in texts), texts
         refused: dict[str, Any] = {
-            "cache_implementation": "static", "vllm_enable_sleep_mode": True, "vllm_max_model_length": 64,
-            "vllm_gpu_memory_utilization": 0.5, "use_transformers_continuous_batching": True,
+            "cache_implementation": "static",
+            "vllm_enable_sleep_mode": True,
+            "vllm_max_model_length": 64,
+            "vllm_gpu_memory_utilization": 0.5,
+            "use_transformers_continuous_batching": True,
             "generation_kwargs": {"n": 2},
-        }  # fmt: skip
+        }
         for name, value in refused.items():
             try:
                 trained("RolloutFunction", directory, **{name: value})

@@ -201,9 +201,13 @@ class EngineDead(RequestError):
     type = "engine_dead_error"
 
     def __init__(
-        self, message: str = "the engine is not running", *, private: str = "", code: str = "engine_dead",
+        self,
+        message: str = "the engine is not running",
+        *,
+        private: str = "",
+        code: str = "engine_dead",
         retry_after: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(message, code=code)
         self.private = private
         self.retry_after = retry_after
@@ -215,9 +219,16 @@ BY_STATUS: dict[int, type[RequestError]] = {
 }  # errors that the engine sends to front ends
 
 REFUSALS = (  # codes of a `SubmitReply` that refuses a submission
-    "duplicate_id", "queue_full", "draining", "paused", "quarantined", "model_not_found", "invalid", "internal",
+    "duplicate_id",
+    "queue_full",
+    "draining",
+    "paused",
+    "quarantined",
+    "model_not_found",
+    "invalid",
+    "internal",
     "client_limit",
-)  # fmt: skip
+)
 
 
 def refused(refusal: str, message: str, retry_after: int = 1, field: str = "") -> RequestError:

@@ -66,10 +66,15 @@ class _SchedAttr(ctypes.Structure):
     """`struct sched_attr`, as sched_setattr(2) has it."""
 
     _fields_ = (
-        ("size", ctypes.c_uint32), ("policy", ctypes.c_uint32), ("flags", ctypes.c_uint64), ("nice", ctypes.c_int32),
-        ("priority", ctypes.c_uint32), ("runtime", ctypes.c_uint64), ("deadline", ctypes.c_uint64),
+        ("size", ctypes.c_uint32),
+        ("policy", ctypes.c_uint32),
+        ("flags", ctypes.c_uint64),
+        ("nice", ctypes.c_int32),
+        ("priority", ctypes.c_uint32),
+        ("runtime", ctypes.c_uint64),
+        ("deadline", ctypes.c_uint64),
         ("period", ctypes.c_uint64),
-    )  # fmt: skip
+    )
 
 
 def wake_promptly() -> None:

@@ -129,9 +129,14 @@ def events(process: str, number: int, spans: Iterable[TraceSpan], base: int) -> 
             part.append(encode(_named("thread_name", span.track, number, thread)))
             part.append(encode(_event("thread_sort_index", number, thread) | {"args": {"sort_index": thread}}))
         event = {
-            "ph": "X", "cat": process, "name": span.name, "pid": number, "tid": tracks[span.track],
-            "ts": (span.start - base) / 1e3, "dur": span.duration / 1e3,
-        }  # fmt: skip
+            "ph": "X",
+            "cat": process,
+            "name": span.name,
+            "pid": number,
+            "tid": tracks[span.track],
+            "ts": (span.start - base) / 1e3,
+            "dur": span.duration / 1e3,
+        }
         part.append(encode(event | {"args": span.args} if span.args else event))
         if len(part) >= PART:
             yield b",\n".join(part)

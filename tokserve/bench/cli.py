@@ -69,11 +69,20 @@ def add_bench(commands: Any) -> None:
 
 def _add_server(parser: Any) -> None:
     add = parser.add_argument
-    add("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="with or without /v1 at its end. "
-        "Default: http://127.0.0.1:8000.")  # fmt: skip
-    add("--backend", choices=BACKENDS, default="tokens", help="tokens: /inference/v1/generate. openai: "
+    add(
+        "--base-url",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="with or without /v1 at its end. Default: http://127.0.0.1:8000.",
+    )
+    add(
+        "--backend",
+        choices=BACKENDS,
+        default="tokens",
+        help="tokens: /inference/v1/generate. openai: "
         "/v1/completions with token ids, or texts of a jsonl dataset. openai-chat: /v1/chat/completions with text. "
-        "Default: tokens.")  # fmt: skip
+        "Default: tokens.",
+    )
     add("--model", default="", help="Default: the first of /v1/models.")
     add("--api-key", metavar="KEY", help="sent as a bearer token.")
     add("--request-timeout", type=float, default=3600.0, metavar="S", help="seconds a request may take. Default: 3600.")
@@ -83,20 +92,44 @@ def _add_prompts(parser: Any, *, seed: str) -> None:
     add = parser.add_argument
     add("--dataset", choices=DATASETS, default="random", help="Default: random.")
     add("--num-prompts", type=int, default=100, metavar="N", help="prompts, or conversations. Default: 100.")
-    add("--input-len", type=int, default=128, metavar="N", help="tokens of a prompt (words with openai-chat). "
-        "Default: 128.")  # fmt: skip
-    add("--output-len", type=int, default=64, metavar="N", help="tokens to generate. Default: 64.")
-    add("--shared-prefix-len", type=int, metavar="N", help="shared-prefix: tokens before those of --input-len, "
-        "the same in all prompts (and cached after the warm-up).")  # fmt: skip
-    add("--range-ratio", type=float, default=0.0, metavar="R", help="draw lengths from [len*(1-R), len*(1+R)]. "
-        "Default: 0.")  # fmt: skip
-    add("--dataset-path", metavar="FILE", help='jsonl: rows {"prompt": text or ids, "output_len"?: N}.')
-    add("--vocab-size", type=int, default=256, metavar="N", help="random ids are below this. Default: 256, which "
-        "every model has.")  # fmt: skip
     add(
-        seed, dest="prompt_seed", type=int, default=0, metavar="N",
+        "--input-len",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens of a prompt (words with openai-chat). Default: 128.",
+    )
+    add("--output-len", type=int, default=64, metavar="N", help="tokens to generate. Default: 64.")
+    add(
+        "--shared-prefix-len",
+        type=int,
+        metavar="N",
+        help="shared-prefix: tokens before those of --input-len, "
+        "the same in all prompts (and cached after the warm-up).",
+    )
+    add(
+        "--range-ratio",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="draw lengths from [len*(1-R), len*(1+R)]. Default: 0.",
+    )
+    add("--dataset-path", metavar="FILE", help='jsonl: rows {"prompt": text or ids, "output_len"?: N}.')
+    add(
+        "--vocab-size",
+        type=int,
+        default=256,
+        metavar="N",
+        help="random ids are below this. Default: 256, which every model has.",
+    )
+    add(
+        seed,
+        dest="prompt_seed",
+        type=int,
+        default=0,
+        metavar="N",
         help="seed of prompts and arrivals; in a second run with the same seed the prompts are cached. Default: 0.",
-    )  # fmt: skip
+    )
 
 
 def _add_sampling(parser: Any) -> None:
@@ -104,19 +137,38 @@ def _add_sampling(parser: Any) -> None:
     add("--n", type=int, default=1, metavar="N", help="samples of each prompt. Default: 1.")
     add("--temperature", type=float, metavar="X", help="Default: 0, with --n above 1: 1.")
     add("--logprobs", type=int, metavar="K", help="ask for logprobs and the K most probable. Default: none.")
-    add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
-        help="do not stop at an end-of-sequence token. Default: true.")  # fmt: skip
+    add(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="do not stop at an end-of-sequence token. Default: true.",
+    )
 
 
 def _add_load(parser: Any) -> None:
     add = parser.add_argument
-    add("--request-rate", type=float, default=math.inf, metavar="R", help="conversations started per second, as a "
-        "Poisson process; TTFT counts from when a request is due. Default: inf, all at once.")  # fmt: skip
-    add("--max-concurrency", type=int, metavar="N", help="most conversations in flight; without a rate this is a "
-        "closed loop. Default: no limit.")  # fmt: skip
+    add(
+        "--request-rate",
+        type=float,
+        default=math.inf,
+        metavar="R",
+        help="conversations started per second, as a "
+        "Poisson process; TTFT counts from when a request is due. Default: inf, all at once.",
+    )
+    add(
+        "--max-concurrency",
+        type=int,
+        metavar="N",
+        help="most conversations in flight; without a rate this is a closed loop. Default: no limit.",
+    )
     add("--warmup", type=int, default=1, metavar="N", help="requests before the measurement. Default: 1.")
-    add("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="count requests within these limits, e.g. "
-        "ttft:200 tpot:50 e2el:5000.")  # fmt: skip
+    add(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="METRIC:MS",
+        help="count requests within these limits, e.g. ttft:200 tpot:50 e2el:5000.",
+    )
 
 
 def _add_output(parser: Any, *, plot: bool) -> None:
@@ -172,15 +224,29 @@ def _serve(v: dict[str, Any]) -> int:
         raise StartError("--save-detailed needs --result-json")
     percentiles = report.parse_percentiles(v["percentiles"])
     shape = RequestShape(
-        backend=v["backend"], model=v["model"], stream=v["stream"], n=v["n"], temperature=_temperature(v),
-        ignore_eos=v["ignore_eos"], logprobs=v["logprobs"], return_token_ids=v["turns"] > 1,
-    )  # fmt: skip
+        backend=v["backend"],
+        model=v["model"],
+        stream=v["stream"],
+        n=v["n"],
+        temperature=_temperature(v),
+        ignore_eos=v["ignore_eos"],
+        logprobs=v["logprobs"],
+        return_token_ids=v["turns"] > 1,
+    )
     load = Load(
-        base_url=v["base_url"], shape=shape, dataset=_take_dataset(v, text=v["backend"] == "openai-chat"),
-        request_rate=v["request_rate"], max_concurrency=v["max_concurrency"], warmup=v["warmup"],
-        goodput=report.parse_goodput(v["goodput"]), percentiles=percentiles, api_key=v["api_key"],
-        timeout=v["request_timeout"], save_detailed=v["save_detailed"], progress=v["progress"],
-    )  # fmt: skip
+        base_url=v["base_url"],
+        shape=shape,
+        dataset=_take_dataset(v, text=v["backend"] == "openai-chat"),
+        request_rate=v["request_rate"],
+        max_concurrency=v["max_concurrency"],
+        warmup=v["warmup"],
+        goodput=report.parse_goodput(v["goodput"]),
+        percentiles=percentiles,
+        api_key=v["api_key"],
+        timeout=v["request_timeout"],
+        save_detailed=v["save_detailed"],
+        progress=v["progress"],
+    )
     if v["check_speculation"]:
         checked = check(load)
         print(checked.summary())
@@ -192,8 +258,10 @@ def _serve(v: dict[str, Any]) -> int:
         draw(outcomes, v["plot"], f"{row['model_id']}, {row['backend']}, {row['output_throughput']:.0f} output tok/s")
     print(report.table(row, percentiles))
     if load.dataset.kind == "random" and load.dataset.turns == 1 and row["repeated_prompts"]:
-        print(f"note: {row['repeated_prompts']} prompts were in the server's prefix cache already, as after a run with "
-              "the same seed; try another --seed")  # fmt: skip
+        print(
+            f"note: {row['repeated_prompts']} prompts were in the server's prefix cache already, as after a run with "
+            "the same seed; try another --seed"
+        )
     return 0 if row["completed"] else 1
 
 

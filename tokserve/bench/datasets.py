@@ -21,9 +21,35 @@ KINDS: tuple[Kind, ...] = ("random", "shared-prefix", "jsonl")
 LOWEST_ID = 10  # lower ids are special tokens in many vocabularies
 DEFAULT_VOCAB = 256  # every model has that many ids
 WORDS = (
-    "the", "of", "and", "to", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are", "with", "as", "his",
-    "they", "be", "at", "one", "have", "this", "from", "or", "had", "by", "hot",
-)  # fmt: skip
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "it",
+    "you",
+    "that",
+    "he",
+    "was",
+    "for",
+    "on",
+    "are",
+    "with",
+    "as",
+    "his",
+    "they",
+    "be",
+    "at",
+    "one",
+    "have",
+    "this",
+    "from",
+    "or",
+    "had",
+    "by",
+    "hot",
+)
 
 
 @dataclass(frozen=True, slots=True)

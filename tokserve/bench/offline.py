@@ -86,10 +86,14 @@ def _latencies(llm: LLM, run: Offline) -> list[float]:
 def _outcome(output: RequestOutput, duration: float) -> Outcome:
     failed = next((c.message or "error" for c in output.outputs if c.finish_reason == "error"), None)
     return Outcome(
-        start=0.0, end=duration, input_tokens=len(output.prompt_token_ids), cached_tokens=output.num_cached_tokens,
+        start=0.0,
+        end=duration,
+        input_tokens=len(output.prompt_token_ids),
+        cached_tokens=output.num_cached_tokens,
         output_tokens=sum(len(c.token_ids) for c in output.outputs),
-        finish_reasons=[c.finish_reason or "" for c in output.outputs], error=failed,
-    )  # fmt: skip
+        finish_reasons=[c.finish_reason or "" for c in output.outputs],
+        error=failed,
+    )
 
 
 def _facts(run: Offline, started: float) -> dict[str, Any]:

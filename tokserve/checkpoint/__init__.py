@@ -28,9 +28,13 @@ REASONS = {
 }
 OLDER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tiktoken.model")
 NESTED = {  # architectures that read images; the attributes of the text model are in an object of their own
-    "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
-    "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "Gemma3ForConditionalGeneration",
-}  # fmt: skip
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+    "Gemma3ForConditionalGeneration",
+}
 
 
 def locate(model: str, *, weights: bool = True, what: str = "model") -> Path:

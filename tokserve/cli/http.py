@@ -109,11 +109,21 @@ def http_server(llm: AsyncLLM, config: Config, api_process: ApiProcess | None) -
             return nullcontext()
 
     settings = uvicorn.Config(
-        app, log_config=None, access_log=False, timeout_keep_alive=s.keep_alive, root_path=s.root_path,
-        ssl_keyfile=tls.ssl_keyfile, ssl_certfile=tls.ssl_certfile, ssl_ca_certs=tls.ssl_ca_certs,
-        ssl_cert_reqs=2 if tls.ssl_ca_certs else 0, timeout_graceful_shutdown=5, backlog=BACKLOG, server_header=False,
-        http=partial(Protocol, stall_timeout=s.stream_stall_timeout), ws="none",  # type: ignore[arg-type]  # a factory
-    )  # fmt: skip
+        app,
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=s.keep_alive,
+        root_path=s.root_path,
+        ssl_keyfile=tls.ssl_keyfile,
+        ssl_certfile=tls.ssl_certfile,
+        ssl_ca_certs=tls.ssl_ca_certs,
+        ssl_cert_reqs=2 if tls.ssl_ca_certs else 0,
+        timeout_graceful_shutdown=5,
+        backlog=BACKLOG,
+        server_header=False,
+        http=partial(Protocol, stall_timeout=s.stream_stall_timeout),
+        ws="none",  # type: ignore[arg-type]  # a factory
+    )
     try:
         settings.load()
     except OSError as error:  # ssl.SSLError is one
@@ -138,8 +148,12 @@ def _stopper(server: Any, app: Any, llm: AsyncLLM, timeout: float) -> Callable[[
 
     async def drain(seconds: float, hang_up: float) -> None:
         app.state.draining = True
-        logger.info("stopping%s", f": requests in flight ({llm.num_inflight}) may still run for {seconds:g} s; another "
-                    "signal ends them now" if llm.num_inflight and seconds else "")  # fmt: skip
+        logger.info(
+            "stopping%s",
+            f": requests in flight ({llm.num_inflight}) may still run for {seconds:g} s; another signal ends them now"
+            if llm.num_inflight and seconds
+            else "",
+        )
         end = loop.time() + seconds
         while llm.num_inflight and loop.time() < end:
             await asyncio.sleep(0.05)
@@ -184,8 +198,13 @@ def banner(llm: AsyncLLM, url: str, seconds: float) -> None:
     ready = llm.ready
     facts = {name: value for name, value in ready.facts.items() if name != "ops" and value is not None}
     logger.info("engine: %s", " ".join(f"{name}={value}" for name, value in facts.items()))
-    logger.info("kv cache: %d tokens (%d blocks of %d), max_model_len %d", ready.num_blocks * ready.block_size,
-                ready.num_blocks, ready.block_size, ready.max_model_len)  # fmt: skip
+    logger.info(
+        "kv cache: %d tokens (%d blocks of %d), max_model_len %d",
+        ready.num_blocks * ready.block_size,
+        ready.num_blocks,
+        ready.block_size,
+        ready.max_model_len,
+    )
     logger.info("serving on %s, ready after %.1f s", url, seconds)
 
 
@@ -198,10 +217,12 @@ async def report(llm: AsyncLLM, config: Config) -> None:
         now, before = llm.reports, last
         last = now
         # an engine that was replaced counts from zero
-        since = total([
-            old.stats if old.stats.steps <= new.stats.steps else StepStats()
-            for old, new in zip(before, now, strict=True)
-        ])  # fmt: skip
+        since = total(
+            [
+                old.stats if old.stats.steps <= new.stats.steps else StepStats()
+                for old, new in zip(before, now, strict=True)
+            ]
+        )
         stats = total([report.stats for report in now])
         if stats.steps != since.steps:
             hits = stats.prefix_hits - since.prefix_hits
@@ -209,7 +230,11 @@ async def report(llm: AsyncLLM, config: Config) -> None:
             logger.info(
                 "running %d, waiting %d, prompt %.0f tok/s, output %.0f tok/s, kv %.0f %%, prefix hits %.0f %%, "
                 "preemptions %d",
-                stats.running, stats.waiting, (stats.prompt_tokens - since.prompt_tokens) / interval,
+                stats.running,
+                stats.waiting,
+                (stats.prompt_tokens - since.prompt_tokens) / interval,
                 (stats.output_tokens - since.output_tokens) / interval,
-                100 * stats.blocks_held / max(1, stats.blocks_total), 100 * hits / queries, stats.preemptions,
-            )  # fmt: skip
+                100 * stats.blocks_held / max(1, stats.blocks_total),
+                100 * hits / queries,
+                stats.preemptions,
+            )

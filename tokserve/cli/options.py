@@ -32,8 +32,12 @@ SHORT = {  # vLLM's short names of options
     "pipeline_parallel_size": "-pp",
 }
 COUNTS_OF_TOKENS = (
-    "max_model_len", "max_num_batched_tokens", "max_queued_tokens", "max_chunk", "state_snapshot_interval",
-)  # fmt: skip
+    "max_model_len",
+    "max_num_batched_tokens",
+    "max_queued_tokens",
+    "max_chunk",
+    "state_snapshot_interval",
+)
 JSON_LISTS = ("allowed_origins", "allowed_methods", "allowed_headers")  # vLLM's form of these
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9}
 _SUFFIX = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}

@@ -45,9 +45,14 @@ class AdminMethods(ABC):
         """Call a command of the engine by name."""
 
     async def pause_generation(
-        self, *, mode: str = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True,
-        lease: float | None = None, take_over: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        mode: str = "abort",
+        wait_for_inflight_requests: bool = False,
+        clear_cache: bool = True,
+        lease: float | None = None,
+        take_over: bool = False,
+    ) -> None:
         """Stop generating; returns when generation has stopped.  mode: abort, wait, keep or retract; new requests wait.
 
         `lease`: seconds without `extend_pause` after which generation goes on; default: none.  `take_over`: a longer
@@ -124,9 +129,14 @@ class AdminMethods(ABC):
         await self.call("shutdown_weight_transfer_engine")
 
     async def start_weight_update(
-        self, is_checkpoint_format: bool = True, base_version: str | None = None,
-        base_checksum: str | None = None, *, lease: float | None = None, take_over: bool = False,
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        is_checkpoint_format: bool = True,
+        base_version: str | None = None,
+        base_checksum: str | None = None,
+        *,
+        lease: float | None = None,
+        take_over: bool = False,
+    ) -> dict[str, Any]:
         """Open an update; with a base, of a delta.  Raises Conflict if one is open, or if others than the base serve.
 
         `lease`: seconds without a call of the update after which it is rolled back; default: `--control-lease`.
@@ -134,9 +144,13 @@ class AdminMethods(ABC):
         refused (Conflict) where another update is open.
         """
         return await self.call(
-            "start_weight_update", is_checkpoint_format=is_checkpoint_format, base_version=base_version,
-            base_checksum=base_checksum, lease=lease, take_over=take_over,
-        )  # fmt: skip
+            "start_weight_update",
+            is_checkpoint_format=is_checkpoint_format,
+            base_version=base_version,
+            base_checksum=base_checksum,
+            lease=lease,
+            take_over=take_over,
+        )
 
     async def update_weights(self, request: Any) -> None:
         """Stage the tensors of {"update_info": {...}} (or an object with that attribute, or a list with one per rank).
@@ -228,15 +242,22 @@ class AdminMethods(ABC):
         await self.call("feed_weights", stream=stream, chunk=chunk, last=last, broken=broken)
 
     async def finish_weight_update(
-        self, weight_version: str | None = None, checksum: str | None = None, *, recompute_kv: bool = False,
+        self,
+        weight_version: str | None = None,
+        checksum: str | None = None,
+        *,
+        recompute_kv: bool = False,
         update_id: str | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         """Commit: {"weight_version", "epoch", "message"}.  Raises RequestError if tensors are missing.  `checksum`:
         what the result of a delta must have.  `recompute_kv`: requests in flight go on with KV of the new weights."""
         return await self.call(
-            "finish_weight_update", weight_version=weight_version, checksum=checksum, recompute_kv=recompute_kv,
+            "finish_weight_update",
+            weight_version=weight_version,
+            checksum=checksum,
+            recompute_kv=recompute_kv,
             update_id=update_id,
-        )  # fmt: skip
+        )
 
     async def abort_weight_update(self, update_id: str | None = None) -> None:
         """Roll the open update back; with `update_id`, no other than that."""
@@ -284,17 +305,27 @@ class AdminMethods(ABC):
         return {adapter.name: adapter.path for adapter in (await self.fresh_status()).adapters}
 
     async def start_profile(
-        self, profile_prefix: str | None = None, *, delay_iterations: int | None = None,
-        max_iterations: int | None = None, profiler_kwargs: Mapping[str, bool] | None = None,
-        max_seconds: float = 60.0, op_by_op: bool = False,
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+        profiler_kwargs: Mapping[str, bool] | None = None,
+        max_seconds: float = 60.0,
+        op_by_op: bool = False,
+    ) -> dict[str, Any]:
         """Record where the engine's time goes, until `stop_profile` or for so many steps or seconds; needs
         `profiler_dir`.  Raises Conflict while a profile is under way."""
         args = {} if profiler_kwargs is None else {"profiler_kwargs": dict(profiler_kwargs)}
         return await self.call(
-            "start_profile", profile_prefix=profile_prefix, delay_iterations=delay_iterations,
-            max_iterations=max_iterations, max_seconds=max_seconds, op_by_op=op_by_op, **args,
-        )  # fmt: skip
+            "start_profile",
+            profile_prefix=profile_prefix,
+            delay_iterations=delay_iterations,
+            max_iterations=max_iterations,
+            max_seconds=max_seconds,
+            op_by_op=op_by_op,
+            **args,
+        )
 
     async def stop_profile(self) -> dict[str, Any]:
         """The trace's path, and tables of where time went (docs/profiling.md); also of a profile that has ended by
@@ -302,9 +333,12 @@ class AdminMethods(ABC):
         return await self.call("stop_profile")
 
     async def collective_rpc(
-        self, method: str, timeout: float | None = None, args: Sequence[Any] = (),
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:  # fmt: skip
+    ) -> list[Any]:
         """Call a method of the worker extension between two steps: a result per worker.  Arguments and results must be
         plain values."""
         call = self.call("collective_rpc", method=method, args=list(args), kwargs=dict(kwargs or {}))

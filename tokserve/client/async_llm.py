@@ -151,8 +151,10 @@ class AsyncLLM(AdminMethods):
             logger.warning(
                 "the tokenizer has %d tokens and the model %d: text with one of the last %d is refused; "
                 "--tokenizer names another tokenizer",
-                self.tokenizer.vocab_size, self.ready.vocab_size, excess,
-            )  # fmt: skip
+                self.tokenizer.vocab_size,
+                self.ready.vocab_size,
+                excess,
+            )
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -266,10 +268,16 @@ class AsyncLLM(AdminMethods):
     # --- requests ---
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *,
-        prompt_text: str | None = None, lora_request: AdapterChoice = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None, **options: Any,
-    ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        prompt_text: str | None = None,
+        lora_request: AdapterChoice = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
         """A request's outputs as they grow, like vLLM's `generate`: each has what `sampling_params.output_kind` says,
         by default all tokens so far, and the last is `finished`.
 
@@ -291,19 +299,28 @@ class AsyncLLM(AdminMethods):
         if request_id is not None:
             await self.until_unused(request_id, params.n)
         stream = self.stream(
-            await self.with_images(parsed.ids, parsed.images), params, request_id=request_id,
-            text=self.tokenizer is not None, lora_request=adapter_name(lora_request), **options,
-        )  # fmt: skip
+            await self.with_images(parsed.ids, parsed.images),
+            params,
+            request_id=request_id,
+            text=self.tokenizer is not None,
+            lora_request=adapter_name(lora_request),
+            **options,
+        )
         text = parsed.text if prompt_text is None else prompt_text
         async with stream:
             async for output in follow(stream, text, params, self.tokenizer, rules, lora_request):
                 yield output
 
     def stream(
-        self, prompt_ids: Sequence[int] | bytes | TokenPrompt, params: SamplingParams | PoolingParams, *,
-        request_id: str | None = None, text: bool = False, lora_request: AdapterChoice = None,
+        self,
+        prompt_ids: Sequence[int] | bytes | TokenPrompt,
+        params: SamplingParams | PoolingParams,
+        *,
+        request_id: str | None = None,
+        text: bool = False,
+        lora_request: AdapterChoice = None,
         **options: Any,
-    ) -> Stream:  # fmt: skip
+    ) -> Stream:
         """Send a request.  Raises RequestError for what is wrong with it, Conflict for an id in use, EngineDead.
 
         `prompt_ids` may be packed (little-endian int32), or what `with_images` returns.  `text`: deltas carry text.
@@ -319,8 +336,9 @@ class AsyncLLM(AdminMethods):
             request_id=secrets.token_hex(16) if request_id is None else request_id,
             prompt=token_prompt(prompt_ids, self.ready.vocab_size),
             task=sampling_of(params) if isinstance(params, SamplingParams) else params,
-            options=typed(RequestOptions, values), text=text,
-        )  # fmt: skip
+            options=typed(RequestOptions, values),
+            text=text,
+        )
         return self.submit([self.prepare(request)])[0]
 
     async def with_images(self, prompt_ids: Sequence[int] | bytes, images: Sequence[ImageUrl]) -> TokenPrompt:
@@ -406,9 +424,15 @@ class AsyncLLM(AdminMethods):
             await asyncio.wait_for(self.call("stats"), seconds)
 
     async def push(
-        self, weights: Any, version: str | None = None, *, delta: bool = False, directory: str | None = None,
-        anchor_every: int = 10, recompute_kv: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        weights: Any,
+        version: str | None = None,
+        *,
+        delta: bool = False,
+        directory: str | None = None,
+        anchor_every: int = 10,
+        recompute_kv: bool = False,
+    ) -> Any:
         """Replace all weights, rounded as the engine keeps them: a `tokserve.rl.PushResult`.  The arguments are those
         of `tokserve.rl.AsyncClient.push`.  With `delta` less is copied and checked."""
         return await self._pushes.push(

@@ -29,9 +29,13 @@ class ClientSocket:
     """
 
     def __init__(
-        self, address: str, deliver: Callable[[FromEngine], None], drained: Callable[[], None],
-        name: str | None = None, keys: ClientKeys | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        address: str,
+        deliver: Callable[[FromEngine], None],
+        drained: Callable[[], None],
+        name: str | None = None,
+        keys: ClientKeys | None = None,
+    ) -> None:
         self._deliver = deliver
         self._drained = drained
         self._loop = asyncio.get_running_loop()

@@ -36,7 +36,7 @@ from tokserve.protocol.messages import (
     Submit,
     SubmitReply,
     ToEngine,
-)  # fmt: skip
+)
 from tokserve.ray.placement import start_engine
 
 logger = logging.getLogger(__name__)

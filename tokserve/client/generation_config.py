@@ -21,19 +21,41 @@ from tokserve.protocol.params import SamplingParams
 logger = logging.getLogger(__name__)
 
 RECOMMENDED = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "skip_special_tokens", "max_tokens",
-)  # fmt: skip
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "skip_special_tokens",
+    "max_tokens",
+)
 NAMES = {"max_new_tokens": "max_tokens"}  # of transformers, and here
 KNOWN = tuple(name for name in RECOMMENDED if name != "max_tokens") + tuple(NAMES)
 # entries that would change outputs, with the value of each that would not
 NOT_FOLLOWED: Mapping[str, Any] = {
-    "begin_suppress_tokens": None, "bad_words_ids": None, "do_sample": True, "encoder_no_repeat_ngram_size": 0,
-    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "exponential_decay_length_penalty": None, "forced_bos_token_id": None,
-    "forced_eos_token_id": None, "guidance_scale": None, "min_length": 0, "min_new_tokens": None,
-    "no_repeat_ngram_size": 0, "num_beams": 1, "penalty_alpha": None, "sequence_bias": None, "stop_strings": None,
-    "suppress_tokens": None, "top_h": None, "typical_p": 1.0,
-}  # fmt: skip
+    "begin_suppress_tokens": None,
+    "bad_words_ids": None,
+    "do_sample": True,
+    "encoder_no_repeat_ngram_size": 0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": None,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "penalty_alpha": None,
+    "sequence_bias": None,
+    "stop_strings": None,
+    "suppress_tokens": None,
+    "top_h": None,
+    "typical_p": 1.0,
+}
 
 
 def generation_defaults(model: ModelConfig) -> SamplingParams:

@@ -102,11 +102,14 @@ class Inputs:
         has_scores = params.prompt_logprobs is not None and len(request.prompt.ids) > 4
         return [
             ChoiceState(
-                index, request_id, rules, self._detokenizer(params, request.text, stops),
+                index,
+                request_id,
+                rules,
+                self._detokenizer(params, request.text, stops),
                 awaits_scores=request.score_each and has_scores and index > 0,
             )
             for index, request_id in enumerate(request_ids)
-        ]  # fmt: skip
+        ]
 
     def validate(self, request: GenerateRequest) -> SamplingParams | PoolingParams:
         """Check a request; returns its task as the engine gets it.  Raises RequestError for the first fault."""
@@ -142,10 +145,14 @@ class Inputs:
         tokenizer = self._tokenizer()
         assert tokenizer is not None  # `_check_text`
         return Detokenizer(
-            tokenizer, stops, include_stop=params.include_stop_str_in_output, skip_special=params.skip_special_tokens,
-            spaces_between_special=params.spaces_between_special_tokens, min_tokens=params.min_tokens,
+            tokenizer,
+            stops,
+            include_stop=params.include_stop_str_in_output,
+            skip_special=params.skip_special_tokens,
+            spaces_between_special=params.spaces_between_special_tokens,
+            min_tokens=params.min_tokens,
             stop_after=params.stop_after,
-        )  # fmt: skip
+        )
 
     def _check_prompt(self, packed: bytes, outputs: int) -> int:
         """The prompt's length in tokens.  `outputs`: how many tokens the context must have room for after it."""
@@ -160,8 +167,9 @@ class Inputs:
             raise RequestError(  # clients recognize this error, and shorten the prompt, by the first words or the code
                 f"This model's maximum context length is {self.ready.max_model_len} tokens (max_model_len), and the "
                 f"prompt has {length}{': no room for at least one output token' if outputs else ''}",
-                field="token_ids", code="context_length_exceeded",
-            )  # fmt: skip
+                field="token_ids",
+                code="context_length_exceeded",
+            )
         if -(-length // self.ready.block_size) > self.ready.num_blocks:
             raise RequestError(
                 f"the prompt has {length} tokens and the whole KV cache holds "
@@ -211,8 +219,11 @@ class Inputs:
             if len(bad) >= self.ready.vocab_size:
                 _refuse("bad_token_ids", "and the other constraints leave no token to sample")
         elif bad.issuperset(allowed):
-            _refuse("allowed_token_ids", "leaves no token to sample: every id in it is forbidden (min_tokens forbids "
-                    "those that end the request)")  # fmt: skip
+            _refuse(
+                "allowed_token_ids",
+                "leaves no token to sample: every id in it is forbidden (min_tokens forbids "
+                "those that end the request)",
+            )
 
     def _check_logprobs(self, params: SamplingParams, length: int) -> None:
         vocab = self.ready.vocab_size
@@ -255,8 +266,10 @@ class Inputs:
             _refuse("data_parallel_rank", f"must be below {self._num_engines} (--data-parallel-size), got {rank}")
         drafts = request.options.draft_token_ids or ()
         if len(drafts) > self.ready.max_model_len:
-            _refuse("draft_token_ids", f"must have at most {self.ready.max_model_len} ids (max_model_len), "
-                    f"got {len(drafts)}")  # fmt: skip
+            _refuse(
+                "draft_token_ids",
+                f"must have at most {self.ready.max_model_len} ids (max_model_len), got {len(drafts)}",
+            )
         self._check_ids("draft_token_ids", drafts)
         if not 0 < len(request.request_id) <= MAX_ID:
             _refuse("request_id", f"must have 1 to {MAX_ID} characters")

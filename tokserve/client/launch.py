@@ -37,9 +37,12 @@ class ChildProcess:
     that of this process."""
 
     def __init__(
-        self, command: Sequence[str], stdin: int, pass_fds: Sequence[int] = (),
+        self,
+        command: Sequence[str],
+        stdin: int,
+        pass_fds: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         # a process group of its own: Ctrl-C is for this process, which then ends the others in order
         self._process = subprocess.Popen(command, stdin=stdin, pass_fds=pass_fds, process_group=0, env=environment)
@@ -110,9 +113,15 @@ class EngineProcess(ChildProcess):
     keys: ClientKeys | None = None  # it is on this machine
 
     def __init__(
-        self, config: Config, command: Sequence[str] | None = None, *, name: str = "engine",
-        environment: Mapping[str, str] | None = None, host: str | None = None, keys: EngineKeys | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        command: Sequence[str] | None = None,
+        *,
+        name: str = "engine",
+        environment: Mapping[str, str] | None = None,
+        host: str | None = None,
+        keys: EngineKeys | None = None,
+    ) -> None:
         directory = None if host else _private_directory()
         self.address = f"tcp://{host}:*" if host else f"ipc://{directory}/{SOCKET}"
         receiving, sending = os.pipe()

@@ -21,9 +21,22 @@ from tokserve.protocol.messages import (
 )
 
 __all__ = [
-    "PREEMPTIONS", "STEP_TOKENS", "ChoiceOutput", "DraftCounts", "EngineReport", "Logprobs", "Ready", "SamplingMasks",
-    "Status", "StepStats", "StoreStats", "join_logprobs", "join_masks", "merge", "total",
-]  # fmt: skip
+    "PREEMPTIONS",
+    "STEP_TOKENS",
+    "ChoiceOutput",
+    "DraftCounts",
+    "EngineReport",
+    "Logprobs",
+    "Ready",
+    "SamplingMasks",
+    "Status",
+    "StepStats",
+    "StoreStats",
+    "join_logprobs",
+    "join_masks",
+    "merge",
+    "total",
+]
 
 TERMINATORS = ("eos", "stop_token")  # stop details whose last token is not part of the text
 
@@ -88,10 +101,13 @@ def join_logprobs(parts: Sequence[Logprobs]) -> Logprobs | None:
     if len(parts) < 2:
         return parts[0] if parts else None
     return Logprobs(
-        b"".join(part.token_logprobs for part in parts), b"".join(part.ranks for part in parts),
-        b"".join(part.top_ids for part in parts), b"".join(part.top_logprobs for part in parts),
-        parts[0].width, parts[0].mode,
-    )  # fmt: skip
+        b"".join(part.token_logprobs for part in parts),
+        b"".join(part.ranks for part in parts),
+        b"".join(part.top_ids for part in parts),
+        b"".join(part.top_logprobs for part in parts),
+        parts[0].width,
+        parts[0].mode,
+    )
 
 
 def merge(deltas: Iterable[ChoiceOutput]) -> list[ChoiceOutput]:

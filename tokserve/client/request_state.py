@@ -47,16 +47,41 @@ class ChoiceState:
     request, with the first delta; until they are there, nothing is handed out."""
 
     __slots__ = (
-        "_cached_tokens", "_detokenizer", "_finish", "_kv_transfer", "_logprobs", "_masks", "_masks_too_long",
-        "_num_tokens", "_pooled", "_prompt_logprobs", "_prompt_weight_versions", "_routed_experts", "_rules",
-        "_stop_hit", "_texts", "_token_ids", "_weight_versions",
-        "awaits_scores", "finished", "index", "queued", "request_id", "request_reference", "scored",
-    )  # fmt: skip
+        "_cached_tokens",
+        "_detokenizer",
+        "_finish",
+        "_kv_transfer",
+        "_logprobs",
+        "_masks",
+        "_masks_too_long",
+        "_num_tokens",
+        "_pooled",
+        "_prompt_logprobs",
+        "_prompt_weight_versions",
+        "_routed_experts",
+        "_rules",
+        "_stop_hit",
+        "_texts",
+        "_token_ids",
+        "_weight_versions",
+        "awaits_scores",
+        "finished",
+        "index",
+        "queued",
+        "request_id",
+        "request_reference",
+        "scored",
+    )
 
     def __init__(
-        self, index: int, request_id: str, rules: DeliveryRules, detokenizer: Detokenizer | None = None, *,
+        self,
+        index: int,
+        request_id: str,
+        rules: DeliveryRules,
+        detokenizer: Detokenizer | None = None,
+        *,
         awaits_scores: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.index = index
         self.request_id = request_id  # the engine's
         self.request_reference: weakref.ref[RequestState]  # not a cycle: there may be thousands of choices
@@ -90,9 +115,12 @@ class ChoiceState:
         return request
 
     def accept(
-        self, token_ids: list[int], logprobs: Logprobs | None, rare: RareFields | None,
+        self,
+        token_ids: list[int],
+        logprobs: Logprobs | None,
+        rare: RareFields | None,
         masks: SamplingMasks | None = None,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Accept a row of a step.  True: a stop string ended the choice, and the engine must end it.  The choice is
         finished only by the engine's last output of the request, which brings times and weight versions."""
         finish = rare.finish if rare is not None else None
@@ -106,9 +134,7 @@ class ChoiceState:
             self._accept_rare(rare)
         return stopped
 
-    def _accept_tokens(
-        self, token_ids: list[int], logprobs: Logprobs | None, masks: SamplingMasks | None
-    ) -> None:  # fmt: skip
+    def _accept_tokens(self, token_ids: list[int], logprobs: Logprobs | None, masks: SamplingMasks | None) -> None:
         self._token_ids += token_ids
         self._num_tokens += len(token_ids)
         if logprobs is not None:
@@ -118,9 +144,13 @@ class ChoiceState:
             self._masks_too_long += masks.counts.tolist().count(MASK_TOO_LONG)
 
     def _accept_text(
-        self, detokenizer: Detokenizer, token_ids: list[int], logprobs: Logprobs | None,
-        masks: SamplingMasks | None, finish: Finish | None,
-    ) -> bool:  # fmt: skip
+        self,
+        detokenizer: Detokenizer,
+        token_ids: list[int],
+        logprobs: Logprobs | None,
+        masks: SamplingMasks | None,
+        finish: Finish | None,
+    ) -> bool:
         """Accept tokens with their logprobs and masks, and text, up to a stop string; True if there is one."""
         is_terminated = finish is not None and finish.detail in TERMINATORS and not self._rules.keep_stop
         text, hit = detokenizer.push(token_ids[:-1] if is_terminated else token_ids, finish is not None)
@@ -215,9 +245,13 @@ class RequestState:
     """
 
     def __init__(
-        self, request_id: str, prompt: TokenPrompt, seed: int, choices: Sequence[ChoiceState],
+        self,
+        request_id: str,
+        prompt: TokenPrompt,
+        seed: int,
+        choices: Sequence[ChoiceState],
         engine_requests: Sequence[EngineRequest] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.request_id = request_id
         self.prompt = TokenPrompt(prompt.ids)  # without the data of features
         self.placeholders = [(feature.start, feature.length) for feature in prompt.features]

@@ -44,9 +44,13 @@ class LogprobTable:
     """
 
     def __init__(
-        self, token_ids: Sequence[int], packed: Logprobs, named: int = 0, texts: TokenTexts | None = None,
+        self,
+        token_ids: Sequence[int],
+        packed: Logprobs,
+        named: int = 0,
+        texts: TokenTexts | None = None,
         before: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         rows = len(packed.token_logprobs) // 4
         self.token_ids = list(token_ids)
         self.mode = packed.mode
@@ -259,9 +263,14 @@ class ScoringRequestOutput(PooledRequestOutput[ScoringOutput]):
 
 
 def request_output(
-    stream: Stream, prompt: str | None, params: SamplingParams, done: list[ChoiceOutput], tokenizer: Tokenizer | None,
-    lora_request: LoRARequest | str | None = None, before: Mapping[int, Sequence[int]] | None = None,
-) -> RequestOutput:  # fmt: skip
+    stream: Stream,
+    prompt: str | None,
+    params: SamplingParams,
+    done: list[ChoiceOutput],
+    tokenizer: Tokenizer | None,
+    lora_request: LoRARequest | str | None = None,
+    before: Mapping[int, Sequence[int]] | None = None,
+) -> RequestOutput:
     """The choices so far, or whole, in vLLM's shape; or, of tokens by index `before` them, what came then."""
     texts = tokenizer.token_texts if tokenizer and params.detokenize else None
     prompt_rows = next((c.prompt_logprobs for c in done if c.prompt_logprobs is not None), None)
@@ -273,10 +282,18 @@ def request_output(
     images = [Placeholder(*place) for place in stream.placeholders]
     choices = [_choice(c, params, texts, (before or {}).get(c.index, ())) for c in done]
     return RequestOutput(
-        stream.request_id, prompt, stream.prompt_ids, choices, prompt_logprobs,
-        cached, stream.seed, finished, _metrics(stream, done) if finished else None, lora_request,
+        stream.request_id,
+        prompt,
+        stream.prompt_ids,
+        choices,
+        prompt_logprobs,
+        cached,
+        stream.seed,
+        finished,
+        _metrics(stream, done) if finished else None,
+        lora_request,
         {"image": images} if images else {},
-    )  # fmt: skip
+    )
 
 
 def _choice(
@@ -286,11 +303,20 @@ def _choice(
     logprobs = None if c.logprobs is None else TokenLogprobs(c.token_ids, c.logprobs, named, texts, before)
     total = None if logprobs is None else float(logprobs.token_logprobs.sum(dtype=np.float64))
     output = CompletionOutput(
-        index=c.index, text=c.text or "", token_ids=c.token_ids, logprobs=logprobs, cumulative_logprob=total,
-        finish_reason=c.finish_reason, stop_reason=c.stop_reason, stop_detail=c.stop_detail,
-        message=c.message, weight_versions=c.weight_versions, routed_experts=c.routed_experts,
-        prompt_weight_versions=c.prompt_weight_versions, sampling_mask_truncated=c.sampling_mask_truncated,
-    )  # fmt: skip
+        index=c.index,
+        text=c.text or "",
+        token_ids=c.token_ids,
+        logprobs=logprobs,
+        cumulative_logprob=total,
+        finish_reason=c.finish_reason,
+        stop_reason=c.stop_reason,
+        stop_detail=c.stop_detail,
+        message=c.message,
+        weight_versions=c.weight_versions,
+        routed_experts=c.routed_experts,
+        prompt_weight_versions=c.prompt_weight_versions,
+        sampling_mask_truncated=c.sampling_mask_truncated,
+    )
     if c.sampling_masks is not None:
         output.set_masks(c.sampling_masks)
     return output
@@ -301,16 +327,24 @@ def _metrics(stream: Stream, done: list[ChoiceOutput]) -> RequestMetrics:
     slots, firsts, ends = zip(*(c.times for c in done), strict=True)
     slot, first = (min((value for value in values if value), default=0.0) for values in (slots, firsts))
     return RequestMetrics(
-        arrival_time=time.time() - (time.monotonic() - at), queued_ts=at, scheduled_ts=at + slot if slot else 0.0,
-        first_token_ts=at + first if first else 0.0, last_token_ts=at + max(ends), first_token_latency=first,
+        arrival_time=time.time() - (time.monotonic() - at),
+        queued_ts=at,
+        scheduled_ts=at + slot if slot else 0.0,
+        first_token_ts=at + first if first else 0.0,
+        last_token_ts=at + max(ends),
+        first_token_latency=first,
         num_generation_tokens=sum(len(c.token_ids) for c in done),
-    )  # fmt: skip
+    )
 
 
 async def follow(
-    stream: Stream, prompt: str | None, params: SamplingParams, tokenizer: Tokenizer | None,
-    rules: OutputRules, lora_request: LoRARequest | str | None = None,
-) -> AsyncIterator[RequestOutput]:  # fmt: skip
+    stream: Stream,
+    prompt: str | None,
+    params: SamplingParams,
+    tokenizer: Tokenizer | None,
+    rules: OutputRules,
+    lora_request: LoRARequest | str | None = None,
+) -> AsyncIterator[RequestOutput]:
     """The request's outputs as `rules` says: all tokens so far or the new ones, at the end or every so many tokens, the
     first and the last in any case."""
     whole: list[ChoiceOutput] = []

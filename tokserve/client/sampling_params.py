@@ -22,12 +22,35 @@ from tokserve.protocol import params
 MAX_BIAS = 100.0  # `from_optional` clips to this, as OpenAI's API does
 # in vLLM's order, which positional arguments have
 POSITIONS = (
-    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "watermarking", "top_p", "top_k",
-    "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs",
-    "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids", "flat_logprobs", "detokenize",
-    "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind",
-    "stream_interval", "skip_clone",
-)  # fmt: skip
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "temperature",
+    "watermarking",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "max_tokens",
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "prompt_logprob_token_ids",
+    "prompt_logprob_start",
+    "logprob_token_ids",
+    "flat_logprobs",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "output_kind",
+    "stream_interval",
+    "skip_clone",
+)
 # of vLLM's, but for these values: why there is no such thing here
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "thinking_token_budget": ((None, -1), "reasoning has no budget of its own here"),

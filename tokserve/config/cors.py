@@ -17,9 +17,12 @@ class CorsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     allowed_origins: Annotated[
         list[str] | None,
-        about("Origin (http://HOST:PORT) whose web pages may use this server (several may follow one flag; repeatable; "
-              "or a JSON list; *: any). Default: none, no CORS headers are sent.", extra=SEVERAL),
-    ] = None  # fmt: skip
+        about(
+            "Origin (http://HOST:PORT) whose web pages may use this server (several may follow one flag; repeatable; "
+            "or a JSON list; *: any). Default: none, no CORS headers are sent.",
+            extra=SEVERAL,
+        ),
+    ] = None
     allowed_methods: Annotated[
         list[str] | None, about("Method that these pages may use (likewise). Default: any.", extra=SEVERAL)
     ] = None

@@ -41,35 +41,43 @@ class KVConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     kv_events_config: Annotated[
         dict[str, Any] | None,
-        about('vLLM\'s JSON object {"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}, '
-              "with replay_endpoint, buffer_steps, hwm, max_queue_size and topic: publish which KV blocks are cached. "
-              "Wildcards stand for the loopback address where the server listens on that."),
-    ] = None  # fmt: skip
+        about(
+            'vLLM\'s JSON object {"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}, '
+            "with replay_endpoint, buffer_steps, hwm, max_queue_size and topic: publish which KV blocks are cached. "
+            "Wildcards stand for the loopback address where the server listens on that."
+        ),
+    ] = None
 
     kv_offloading_size: Annotated[
         Annotated[float, Meta(gt=0, le=MOST_GIB)] | None,
-        about("GiB of memory for KV blocks that are kept besides the KV cache, so that prefixes are found again after "
-              "they have left it. Default: none are kept."),
-    ] = None  # fmt: skip
+        about(
+            "GiB of memory for KV blocks that are kept besides the KV cache, so that prefixes are found again after "
+            "they have left it. Default: none are kept."
+        ),
+    ] = None
     kv_offloading_backend: Annotated[
         Literal["native", "lmcache"], about("What keeps the blocks of kv_offloading_size; lmcache is not supported.")
     ] = "native"
     kv_offloading_dir: Annotated[
         str | None,
-        about("Directory for KV blocks as files, beside those of kv_offloading_size in memory: prefixes survive a "
-              "restart. Several servers may share it. Prompts can be recovered from the files."),
-    ] = None  # fmt: skip
+        about(
+            "Directory for KV blocks as files, beside those of kv_offloading_size in memory: prefixes survive a "
+            "restart. Several servers may share it. Prompts can be recovered from the files."
+        ),
+    ] = None
     kv_offloading_disk_size: Annotated[
         float,
         about("Most GiB of files in kv_offloading_dir; those used least recently are deleted.", gt=0, le=MOST_GIB),
     ] = 10.0
     kv_transfer_config: Annotated[
         dict[str, Any] | None,
-        about('vLLM\'s JSON object {"kv_connector": NAME, "kv_role": "kv_producer", "kv_consumer" or "kv_both"}, with '
-              "engine_id, kv_ip, kv_port, kv_load_failure_policy and kv_connector_extra_config: how one server goes on "
-              "with prompts that another has computed (shared-storage, tcp), or where blocks are kept "
-              "(OffloadingConnector)."),
-    ] = None  # fmt: skip
+        about(
+            'vLLM\'s JSON object {"kv_connector": NAME, "kv_role": "kv_producer", "kv_consumer" or "kv_both"}, with '
+            "engine_id, kv_ip, kv_port, kv_load_failure_policy and kv_connector_extra_config: how one server goes on "
+            "with prompts that another has computed (shared-storage, tcp), or where blocks are kept "
+            "(OffloadingConnector)."
+        ),
+    ] = None
 
     def store(self) -> KVStorePlan | None:
         """Where KV blocks are kept besides the KV cache; None: nowhere.  Raises StartError."""

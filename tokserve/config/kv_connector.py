@@ -188,13 +188,20 @@ def transfer_plan(fields: dict[str, Any] | None) -> KVTransferPlan | None:
         engine_id = f"{engine_id}_dp{rank}"
     port = config.kv_port + rank if config.kv_port else 0
     common: dict[str, Any] = {
-        "role": config.kv_role, "engine_id": engine_id, "failure": config.kv_load_failure_policy,
-        "host": config.kv_ip, "port": port,
-    }  # fmt: skip
+        "role": config.kv_role,
+        "engine_id": engine_id,
+        "failure": config.kv_load_failure_policy,
+        "host": config.kv_ip,
+        "port": port,
+    }
     if config.kv_connector in SHARED_STORAGE:
         return KVTransferPlan(connector="shared-storage", advertised="", **common)
     tcp = _extra(config, TcpOptions)
     return KVTransferPlan(
-        connector="tcp", advertised=tcp.advertised_host or config.kv_ip, key_file=tcp.key_file,
-        peers=tcp.peers, lease_seconds=tcp.lease_seconds, **common,
-    )  # fmt: skip
+        connector="tcp",
+        advertised=tcp.advertised_host or config.kv_ip,
+        key_file=tcp.key_file,
+        peers=tcp.peers,
+        lease_seconds=tcp.lease_seconds,
+        **common,
+    )

@@ -18,9 +18,11 @@ class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = False
     otlp_traces_endpoint: Annotated[
         str | None,
-        about("URL to send OpenTelemetry traces of requests to, as OTLP over HTTP (http://HOST:4318/v1/traces); needs "
-              "the extra `otel`. Default: none are sent."),
-    ] = None  # fmt: skip
+        about(
+            "URL to send OpenTelemetry traces of requests to, as OTLP over HTTP (http://HOST:4318/v1/traces); needs "
+            "the extra `otel`. Default: none are sent."
+        ),
+    ] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], about("Lowest level of log lines.")] = "info"
     log_stats_interval: Annotated[
         float, about("Seconds between the one-line statistics while requests run.", gt=0, le=FOR_EVER)

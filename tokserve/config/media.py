@@ -18,10 +18,13 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     allowed_media_domains: Annotated[
         list[str] | None,
-        about("Hosts that http and https URLs of images may name (HOST, or HOST:PORT for a port other than 80 and 443; "
-              "several, or repeatable). Names that resolve to private addresses are refused, even then. Default: none: "
-              "images come as data: URLs.", extra={"several": True}),
-    ] = None  # fmt: skip
+        about(
+            "Hosts that http and https URLs of images may name (HOST, or HOST:PORT for a port other than 80 and 443; "
+            "several, or repeatable). Names that resolve to private addresses are refused, even then. Default: none: "
+            "images come as data: URLs.",
+            extra={"several": True},
+        ),
+    ] = None
     allowed_local_media_path: Annotated[
         str | None, about("Directory whose files file: URLs of images may name. Default: none.")
     ] = None
@@ -31,7 +34,7 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     limit_mm_per_prompt: Annotated[
         dict[str, Any] | None,
         about('JSON object {"image": N}: most images of a prompt. Default: 999.'),
-    ] = None  # fmt: skip
+    ] = None
     max_image_bytes: Annotated[
         Positive, about("Most bytes of an image as it is sent or fetched (suffixes K, M, G are understood).")
     ] = 32 << 20
@@ -43,9 +46,11 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     )
     max_media_memory: Annotated[
         Positive,
-        about("Memory for the patches of the images of requests that have not ended, in each API server process; more "
-              "are 503."),
-    ] = 2 << 30  # fmt: skip
+        about(
+            "Memory for the patches of the images of requests that have not ended, in each API server process; more "
+            "are 503."
+        ),
+    ] = 2 << 30
     mm_processor_kwargs: Annotated[
         dict[str, Any] | None,
         about('JSON object of arguments of the checkpoint\'s image processor, as {"max_pixels": 1000000}.'),

@@ -54,14 +54,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = None
     quantize_lm_head: Annotated[
         bool,
-        about("Quantize the output projection too, as --quantization says, or to int8 without it: faster, and slightly "
-              "less accurate."),
-    ] = False  # fmt: skip
+        about(
+            "Quantize the output projection too, as --quantization says, or to int8 without it: faster, and slightly "
+            "less accurate."
+        ),
+    ] = False
     max_model_len: Annotated[
         Positive | None,
-        about("Longest prompt plus output in tokens; default (auto): the checkpoint's limit, or with a warning what "
-              "the KV cache holds."),
-    ] = None  # fmt: skip
+        about(
+            "Longest prompt plus output in tokens; default (auto): the checkpoint's limit, or with a warning what "
+            "the KV cache holds."
+        ),
+    ] = None
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"],
         about(
@@ -87,9 +91,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = "auto"
     override_generation_config: Annotated[
         dict[str, Any] | None,
-        about('JSON object of sampling defaults of the text routes, such as {"temperature": 0.7}, which win over those '
-              "of --generation-config; max_new_tokens is also the most output tokens of any request."),
-    ] = None  # fmt: skip
+        about(
+            'JSON object of sampling defaults of the text routes, such as {"temperature": 0.7}, which win over those '
+            "of --generation-config; max_new_tokens is also the most output tokens of any request."
+        ),
+    ] = None
     seed: Annotated[int, about("Seed of dummy weights.")] = 0
     max_logprobs: Annotated[
         int, about("Most top logprobs per position that a request may have; -1: the whole vocabulary.", ge=-1)
@@ -135,25 +141,33 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     block_size: Annotated[
         Annotated[int, Meta(ge=1, le=512)] | None,
-        about("Tokens in a KV page; default: 16, on a GPU 64. On a CPU, attention takes 2.6 times as long if the size "
-              "is not a multiple of 16."),
-    ] = None  # fmt: skip
+        about(
+            "Tokens in a KV page; default: 16, on a GPU 64. On a CPU, attention takes 2.6 times as long if the size "
+            "is not a multiple of 16."
+        ),
+    ] = None
     kv_cache_memory_bytes: Annotated[
         Positive | None,
-        about("Size of the KV cache in bytes (suffixes K, M, G are understood); default: what "
-             "max_num_seqs full contexts need, at most gpu_memory_utilization of the free memory and, on a CPU, "
-             "4 GiB (or one full context, if that is more)."),
-    ] = None  # fmt: skip
+        about(
+            "Size of the KV cache in bytes (suffixes K, M, G are understood); default: what "
+            "max_num_seqs full contexts need, at most gpu_memory_utilization of the free memory and, on a CPU, "
+            "4 GiB (or one full context, if that is more)."
+        ),
+    ] = None
     shorten_context: Annotated[
         bool | None,
-        about("Serve shorter contexts, with a warning, where the KV cache cannot hold one of max_model_len, instead of "
-              "refusing to start. Default: if max_model_len is not given."),
-    ] = None  # fmt: skip
+        about(
+            "Serve shorter contexts, with a warning, where the KV cache cannot hold one of max_model_len, instead of "
+            "refusing to start. Default: if max_model_len is not given."
+        ),
+    ] = None
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8", "fp8_e4m3"],
-        about("Type of cached keys and values; auto: the model's. fp8 (that is fp8_e4m3, on a GPU): half the memory, "
-              "each rounded to 4 bits of precision, by the layers' scales if the checkpoint has some."),
-    ] = "auto"  # fmt: skip
+        about(
+            "Type of cached keys and values; auto: the model's. fp8 (that is fp8_e4m3, on a GPU): half the memory, "
+            "each rounded to 4 bits of precision, by the layers' scales if the checkpoint has some."
+        ),
+    ] = "auto"
     gpu_memory_utilization: Annotated[
         float, about("Share of the device's free memory that the KV cache may take.", gt=0, le=1)
     ] = 0.9
@@ -162,20 +176,26 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = True
     state_snapshot_interval: Annotated[
         NotNegative,
-        about("Of models with recurrent states: tokens between two snapshots of a request's state, rounded up to whole "
-              "KV pages. The prefix cache reuses a prefix up to its last snapshot; one more is taken where the last "
-              "full page of a prompt ends. 0: none are taken, so such a model's prefixes are not reused."),
-    ] = 512  # fmt: skip
+        about(
+            "Of models with recurrent states: tokens between two snapshots of a request's state, rounded up to whole "
+            "KV pages. The prefix cache reuses a prefix up to its last snapshot; one more is taken where the last "
+            "full page of a prompt ends. 0: none are taken, so such a model's prefixes are not reused."
+        ),
+    ] = 512
     state_snapshot_memory_bytes: Annotated[
         NotNegative,
-        about("Most memory for snapshots of recurrent states (suffixes K, M, G are understood); the least recently "
-              "used are dropped first."),
-    ] = GIB  # fmt: skip
+        about(
+            "Most memory for snapshots of recurrent states (suffixes K, M, G are understood); the least recently "
+            "used are dropped first."
+        ),
+    ] = GIB
     grammar_cache_bytes: Annotated[
         Positive,
-        about("Memory for compiled grammars (structured outputs) that are kept for later requests, the least recently "
-              "used dropped first (suffixes K, M, G are understood)."),
-    ] = 128 << 20  # fmt: skip
+        about(
+            "Memory for compiled grammars (structured outputs) that are kept for later requests, the least recently "
+            "used dropped first (suffixes K, M, G are understood)."
+        ),
+    ] = 128 << 20
 
 
 class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -183,32 +203,44 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     weight_transfer_config: Annotated[
         dict[str, str | int | bool] | None,
-        about('JSON object {"backend": NAME}: how update_weights gets tensors, one of disk, http, ipc, gloo, nccl; '
-             "default: disk. disk and http always work. packed and packed_buffer_size_bytes may be given as well."),
-    ] = None  # fmt: skip
+        about(
+            'JSON object {"backend": NAME}: how update_weights gets tensors, one of disk, http, ipc, gloo, nccl; '
+            "default: disk. disk and http always work. packed and packed_buffer_size_bytes may be given as well."
+        ),
+    ] = None
     weight_staging: Annotated[
         Literal["auto", "beside", "in_place"],
-        about("Where an update goes: beside the old weights, which keep serving, or in their place (nothing is served "
-              "until it is complete); auto: beside, if a second set fits in the free memory."),
-    ] = "auto"  # fmt: skip
+        about(
+            "Where an update goes: beside the old weights, which keep serving, or in their place (nothing is served "
+            "until it is complete); auto: beside, if a second set fits in the free memory."
+        ),
+    ] = "auto"
     check_weights: Annotated[
         Literal["finite", "off"],
-        about("finite: an update with a weight that is not finite, or not in the server's dtype, is rolled back at its "
-              "commit, and such an adapter is refused."),
-    ] = "finite"  # fmt: skip
+        about(
+            "finite: an update with a weight that is not finite, or not in the server's dtype, is rolled back at its "
+            "commit, and such an adapter is refused."
+        ),
+    ] = "finite"
     weight_transfer_timeout: Annotated[
         float, about("Seconds that a weight transfer waits for its sender before it fails.", gt=0, le=FOR_EVER)
     ] = 300.0
     control_lease: Annotated[
         float,
-        about("Seconds without a call of an open weight update after which it is rolled back, as its trainer has "
-              "probably gone; 0: never. A call can set its own (lease), that of a pause too.", ge=0, le=FOR_EVER),
-    ] = 600.0  # fmt: skip
+        about(
+            "Seconds without a call of an open weight update after which it is rolled back, as its trainer has "
+            "probably gone; 0: never. A call can set its own (lease), that of a pause too.",
+            ge=0,
+            le=FOR_EVER,
+        ),
+    ] = 600.0
     weight_checksums: Annotated[
         bool,
-        about("Compute a checksum of every tensor that is pushed, for /weight_checker; it takes about a second per "
-              "gigabyte of an update. Weights that are read from files need none."),
-    ] = True  # fmt: skip
+        about(
+            "Compute a checksum of every tensor that is pushed, for /weight_checker; it takes about a second per "
+            "gigabyte of an update. Weights that are read from files need none."
+        ),
+    ] = True
     allowed_weight_dirs: Annotated[
         list[str] | None,
         about("Directory, with all below it, that weights may be read from while serving (repeatable); default: any."),
@@ -233,15 +265,19 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = 4
     lora_eviction: Annotated[
         Literal["lru", "none"],
-        about("When --max-loras adapters are loaded and another is named: with lru the one that has been unused for "
-              "longest gives up its place, and is read again when a request names it; none refuses to load more."),
-    ] = "lru"  # fmt: skip
+        about(
+            "When --max-loras adapters are loaded and another is named: with lru the one that has been unused for "
+            "longest gives up its place, and is read again when a request names it; none refuses to load more."
+        ),
+    ] = "lru"
     max_lora_rank: Annotated[int, about("Highest rank an adapter may have.", ge=1, le=512)] = 16
     lora_modules: Annotated[
         list[str] | None,
-        about("Adapter to load at the start, as NAME=DIRECTORY (several may follow one flag; repeatable).",
-              extra={"several": True}),
-    ] = None  # fmt: skip
+        about(
+            "Adapter to load at the start, as NAME=DIRECTORY (several may follow one flag; repeatable).",
+            extra={"several": True},
+        ),
+    ] = None
 
     def modules(self) -> list[tuple[str, str]]:
         """(name, directory) of each of `lora_modules`.  Raises StartError."""

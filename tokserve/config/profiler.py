@@ -42,10 +42,12 @@ class ProfilerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = None
     profiler_config: Annotated[
         dict[str, Any] | None,
-        about('vLLM\'s JSON object for the same, {"profiler": "torch", "torch_profiler_dir": DIR}, with '
-              "torch_profiler_record_shapes, _with_stack, _with_memory, _with_flops, _use_gzip, delay_iterations and "
-              "max_iterations, the defaults of a profile."),
-    ] = None  # fmt: skip
+        about(
+            'vLLM\'s JSON object for the same, {"profiler": "torch", "torch_profiler_dir": DIR}, with '
+            "torch_profiler_record_shapes, _with_stack, _with_memory, _with_flops, _use_gzip, delay_iterations and "
+            "max_iterations, the defaults of a profile."
+        ),
+    ] = None
 
     def resolved(self) -> ProfilerPlan:
         """What the options amount to.  Raises StartError."""

@@ -20,9 +20,11 @@ class ReplyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = False
     enable_per_request_metrics: Annotated[
         bool,
-        about("Put the times of a request with one choice into its reply, and at the end of a stream with usage "
-              "(`metrics`)."),
-    ] = False  # fmt: skip
+        about(
+            "Put the times of a request with one choice into its reply, and at the end of a stream with usage "
+            "(`metrics`)."
+        ),
+    ] = False
     enable_request_id_headers: Annotated[
         bool, about("Make an X-Request-Id for every reply to a request without one, also of routes without ids.")
     ] = False

@@ -260,8 +260,10 @@ def _max_model_len(max_model_len: int | None, hf: dict[str, Any]) -> int:
         if max_model_len is None:
             logger.warning(
                 "config.json (%s) has no max_position_embeddings: contexts of %d tokens are served, or those of "
-                "--max-model-len", _architecture(hf), ASSUMED_CONTEXT,
-            )  # fmt: skip
+                "--max-model-len",
+                _architecture(hf),
+                ASSUMED_CONTEXT,
+            )
         return max_model_len or ASSUMED_CONTEXT
     limit = hf[name]
     if type(limit) is not int or limit < 2:

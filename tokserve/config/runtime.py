@@ -29,27 +29,35 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = None
     scheduling_policy: Annotated[
         Literal["priority", "fcfs"],
-        about("Order of waiting requests: priority serves lower ones first and equal ones as they arrive; fcfs serves "
-              "all as they arrive, and refuses a request that has a priority."),
-    ] = "priority"  # fmt: skip
+        about(
+            "Order of waiting requests: priority serves lower ones first and equal ones as they arrive; fcfs serves "
+            "all as they arrive, and refuses a request that has a priority."
+        ),
+    ] = "priority"
     max_queued_requests: Annotated[
         NotNegative | None,
-        about("Most requests (each choice is one) that may wait for a slot; one that would exceed it is refused "
-              "with 429. Default: no limit."),
-    ] = None  # fmt: skip
+        about(
+            "Most requests (each choice is one) that may wait for a slot; one that would exceed it is refused "
+            "with 429. Default: no limit."
+        ),
+    ] = None
     max_queued_tokens: Annotated[
         NotNegative | None, about("The same for the prompt tokens of the requests that wait. Default: no limit.")
     ] = None
     fair_clients: Annotated[
         bool,
-        about("Share slots and prompt tokens of a step equally between clients that have requests; off: the scheduling "
-              "policy alone decides. One client may use everything either way."),
-    ] = True  # fmt: skip
+        about(
+            "Share slots and prompt tokens of a step equally between clients that have requests; off: the scheduling "
+            "policy alone decides. One client may use everything either way."
+        ),
+    ] = True
     max_requests_per_client: Annotated[
         Positive | None,
-        about("Most requests (each choice is one) that a client may have in flight; one that would exceed it is "
-              "refused with 429. A client is an API key, or an address where no keys are used. Default: no limit."),
-    ] = None  # fmt: skip
+        about(
+            "Most requests (each choice is one) that a client may have in flight; one that would exceed it is "
+            "refused with 429. A client is an API key, or an address where no keys are used. Default: no limit."
+        ),
+    ] = None
     depth: Annotated[
         Literal[1, 2] | None,
         about("Steps in flight: 1 plans after a step's result is known, 2 while it runs. Default: 1, on a GPU 2."),
@@ -74,9 +82,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """The options with a GPU's defaults: steps are short, so the host must be ahead of them, and prompts long, to
         fill it."""
         return msgspec.structs.replace(
-            self, max_num_seqs=self.max_num_seqs or 256, depth=self.depth or 2,
+            self,
+            max_num_seqs=self.max_num_seqs or 256,
+            depth=self.depth or 2,
             max_num_batched_tokens=self.max_num_batched_tokens or 8192,
-        )  # fmt: skip
+        )
 
     def resolved(self) -> SchedulerConfig:
         """The options with a CPU's defaults."""
@@ -104,20 +114,26 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = None
     cpu_bind: Annotated[
         str,
-        about("CPUs that these threads are bound to, one each: a list such as 0-15,32-47 (as many threads then run), "
-              "none, or auto: all that this process may use, if they have several memory nodes and a thread each."),
-    ] = "auto"  # fmt: skip
+        about(
+            "CPUs that these threads are bound to, one each: a list such as 0-15,32-47 (as many threads then run), "
+            "none, or auto: all that this process may use, if they have several memory nodes and a thread each."
+        ),
+    ] = "auto"
     cpu_arithmetic: Annotated[
         Literal["auto", "fma", "pairs", "amx"],
-        about("How a CPU multiplies bfloat16. fma: one chain of float32 multiply-adds, the same bits on every CPU; "
-              "pairs: the dot product of AVX512-BF16; amx: the tiles of Intel's AMX; auto: the fastest, measured at "
-              "the start."),
-    ] = "auto"  # fmt: skip
+        about(
+            "How a CPU multiplies bfloat16. fma: one chain of float32 multiply-adds, the same bits on every CPU; "
+            "pairs: the dot product of AVX512-BF16; amx: the tiles of Intel's AMX; auto: the fastest, measured at "
+            "the start."
+        ),
+    ] = "auto"
     cpu_kernels: Annotated[
         str | None,
-        about("Instruction set of the CPU kernels: amx, avx512_bf16, avx512_vnni, avx512f, avx2_vnni, avx2, neon_dot, "
-              "neon or portable; it implies the arithmetic. Default: the best one that has the arithmetic."),
-    ] = None  # fmt: skip
+        about(
+            "Instruction set of the CPU kernels: amx, avx512_bf16, avx512_vnni, avx512f, avx2_vnni, avx2, neon_dot, "
+            "neon or portable; it implies the arithmetic. Default: the best one that has the arithmetic."
+        ),
+    ] = None
     ops: Annotated[
         dict[str, str] | None,
         about(
@@ -127,11 +143,17 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     start_timeout: Annotated[float, about("Seconds the engine may take to get ready.", gt=0, le=FOR_EVER)] = 600.0
     step_timeout: Annotated[
         float,
-        about("Seconds a step may take: an engine that has not answered for longer is hung, and /health says 503; "
-              "with --restart-engine it is then replaced.", gt=0, le=FOR_EVER),
-    ] = 600.0  # fmt: skip
+        about(
+            "Seconds a step may take: an engine that has not answered for longer is hung, and /health says 503; "
+            "with --restart-engine it is then replaced.",
+            gt=0,
+            le=FOR_EVER,
+        ),
+    ] = 600.0
     restart_engine: Annotated[
         NotNegative,
-        about("How often within ten minutes an engine that crashes or hangs is replaced by a new one in the same "
-              "state, with its last weights if they were loaded from a directory; 0: the server ends with its engine."),
-    ] = 0  # fmt: skip
+        about(
+            "How often within ten minutes an engine that crashes or hangs is replaced by a new one in the same "
+            "state, with its last weights if they were loaded from a directory; 0: the server ends with its engine."
+        ),
+    ] = 0

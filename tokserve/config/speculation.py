@@ -18,16 +18,27 @@ _SPECULATION = ", ".join(SPECULATION_METHODS)
 # keys of vLLM's that tune how drafts are found, how many, or how they are computed: that is adaptive here, so they
 # change nothing, as results do not depend on it
 SPECULATION_HINTS = (
-    "prompt_lookup_max", "prompt_lookup_min", "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests",
-    "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob", "num_speculative_tokens_per_batch_size",
-    "enable_adaptive_verification", "draft_sample_method", "attention_backend", "moe_backend",
-    "disable_padded_drafter_batch", "max_model_len",
-)  # fmt: skip
+    "prompt_lookup_max",
+    "prompt_lookup_min",
+    "suffix_decoding_max_tree_depth",
+    "suffix_decoding_max_cached_requests",
+    "suffix_decoding_max_spec_factor",
+    "suffix_decoding_min_token_prob",
+    "num_speculative_tokens_per_batch_size",
+    "enable_adaptive_verification",
+    "draft_sample_method",
+    "attention_backend",
+    "moe_backend",
+    "disable_padded_drafter_batch",
+    "max_model_len",
+)
 # and those of which one value is what is done here
 _AS_HERE: dict[str, Any] = {
-    "rejection_sample_method": "standard", "draft_tensor_parallel_size": 1, "parallel_drafting": False,
+    "rejection_sample_method": "standard",
+    "draft_tensor_parallel_size": 1,
+    "parallel_drafting": False,
     "use_heterogeneous_vocab": False,
-}  # fmt: skip
+}
 _OF_VLLM = {"ngram_gpu": "ngram", "[ngram]": "ngram"}  # its names of methods
 _NO_MODEL = ("ngram", "[ngram]")  # its model of the method ngram, which has none
 DEFAULT_DRAFTS, MAX_DRAFTS = 32, 128  # of a request in a step
@@ -56,32 +67,43 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     speculative_config: Annotated[
         dict[str, Any] | None,
-        about('JSON object {"method": NAME, "num_speculative_tokens": N}: drafts come from what requests predict '
-              "(prediction), also from their own text (ngram), also from earlier outputs (suffix, the default), also "
-              'from a smaller model (draft_model, with "model": DIR) or a quantized copy of the model (self, with '
-              '"quantization": "int8" or "int4"), or nowhere (none). No result depends on it.'),
-    ] = None  # fmt: skip
+        about(
+            'JSON object {"method": NAME, "num_speculative_tokens": N}: drafts come from what requests predict '
+            "(prediction), also from their own text (ngram), also from earlier outputs (suffix, the default), also "
+            'from a smaller model (draft_model, with "model": DIR) or a quantized copy of the model (self, with '
+            '"quantization": "int8" or "int4"), or nowhere (none). No result depends on it.'
+        ),
+    ] = None
     spec_method: Annotated[
         str | None, about("The same as method in speculative_config; or self-int8 or self-int4.")
-    ] = None  # fmt: skip
+    ] = None
     spec_model: Annotated[
-        str | None, about("The same as model in speculative_config: directory or hub name of a smaller model with the "
-                          "same vocabulary, which drafts."),
-    ] = None  # fmt: skip
+        str | None,
+        about(
+            "The same as model in speculative_config: directory or hub name of a smaller model with the "
+            "same vocabulary, which drafts."
+        ),
+    ] = None
     spec_tokens: Annotated[
-        Positive | None, about("The same as num_speculative_tokens in speculative_config: most drafts of a request in "
-                               "a step; default: 32."),
-    ] = None  # fmt: skip
+        Positive | None,
+        about(
+            "The same as num_speculative_tokens in speculative_config: most drafts of a request in a step; default: 32."
+        ),
+    ] = None
     speculative_history_bytes: Annotated[
         NotNegative,
-        about("Memory for earlier outputs that are drafts for later ones (suffixes K, M, G are understood); 0: none "
-              "are kept."),
-    ] = 64 << 20  # fmt: skip
+        about(
+            "Memory for earlier outputs that are drafts for later ones (suffixes K, M, G are understood); 0: none "
+            "are kept."
+        ),
+    ] = 64 << 20
     per_request_spec_decode_metrics: Annotated[
         DraftReport,
-        about("What replies say about their drafts, as metrics.speculative_decoding: nothing, counts, or every step's "
-              "too. A request's spec_decode_metrics overrides it."),
-    ] = "none"  # fmt: skip
+        about(
+            "What replies say about their drafts, as metrics.speculative_decoding: nothing, counts, or every step's "
+            "too. A request's spec_decode_metrics overrides it."
+        ),
+    ] = "none"
 
     def resolved(self) -> SpeculationPlan:
         """What the options amount to.  Raises StartError for what is not served."""
@@ -138,8 +160,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """The object, with what the flags say."""
         options = dict(self.speculative_config or {})
         flags: dict[str, Any] = {
-            "method": self.spec_method, "model": self.spec_model, "num_speculative_tokens": self.spec_tokens,
-        }  # fmt: skip
+            "method": self.spec_method,
+            "model": self.spec_model,
+            "num_speculative_tokens": self.spec_tokens,
+        }
         name, _, quantization = (self.spec_method or "").partition("-")
         if name == "self" and quantization:
             flags |= {"method": name, "quantization": quantization}

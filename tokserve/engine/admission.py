@@ -112,7 +112,7 @@ class Admission:
 
     def submit(
         self, identity: bytes, submit: Submit, received: float, status: Status, now: float, ended: str | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`received`: when it came in, by the clock of `now`.  `ended`: why it was aborted while it was prepared, if it
         was.  More than `SLICE` requests are left to `proceed`."""
         reply = self._refusal(submit, status, now) if ended is None else self._duplicate(submit)
@@ -248,12 +248,17 @@ class Admission:
         specs = [large.with_features(spec, self._limits.images) for spec in sent]
         requests = [
             Request(
-                spec, owner=large.identity, number=number, received=large.received, limits=self._limits,
-                adapter=self._adapters.get(spec.options.adapter), client=large.submit.client,
+                spec,
+                owner=large.identity,
+                number=number,
+                received=large.received,
+                limits=self._limits,
+                adapter=self._adapters.get(spec.options.adapter),
+                client=large.submit.client,
                 share=None if self._fair else "",
             )
             for number, spec in enumerate(specs, large.first + start)
-        ]  # fmt: skip
+        ]
         for spec, request in zip(specs, requests, strict=True):
             if spec.drafts:
                 if spec.drafts not in large.predictions:

@@ -403,9 +403,11 @@ class EngineCore:
     def seconds_to_deadline(self) -> float | None:
         """How long the loop may sleep when idle; None: until a message comes."""
         ends = (
-            self._deadlines.seconds_to_next(self._clock()), self.control.seconds_to_expiry,
-            self._profiler.seconds_to_end, self._external.seconds_left(),
-        )  # fmt: skip
+            self._deadlines.seconds_to_next(self._clock()),
+            self.control.seconds_to_expiry,
+            self._profiler.seconds_to_end,
+            self._external.seconds_left(),
+        )
         return min((seconds for seconds in ends if seconds is not None), default=None)
 
     # --- status ---
@@ -424,9 +426,11 @@ class EngineCore:
     def _gauges(self) -> StepStats:
         grammars = self.grammars
         return msgspec.structs.replace(
-            self.scheduler.stats(), grammar_bytes=grammars.num_bytes, grammars_compiling=grammars.num_compiling,
+            self.scheduler.stats(),
+            grammar_bytes=grammars.num_bytes,
+            grammars_compiling=grammars.num_compiling,
             grammar_refusals=grammars.num_refused,
-        )  # fmt: skip
+        )
 
     # --- commands of its own; `engine/admin` and the drafter have the others ---
 
@@ -435,9 +439,15 @@ class EngineCore:
         """Reply with what the engine serves."""
         layout = self._facts.layout
         return Ready(
-            self.limits.context, self.limits.vocab_size, layout.num_blocks, layout.block_size,
-            list(self.limits.eos), self._facts.weight_version, self._facts.facts, self._status,
-        )  # fmt: skip
+            self.limits.context,
+            self.limits.vocab_size,
+            layout.num_blocks,
+            layout.block_size,
+            list(self.limits.eos),
+            self._facts.weight_version,
+            self._facts.facts,
+            self._status,
+        )
 
     @command("ping")
     def _ping(self) -> dict[str, Any]:
@@ -447,12 +457,17 @@ class EngineCore:
     def _state(self) -> dict[str, Any]:
         stats, status = self.scheduler.stats(), self._status
         return {
-            "state": status.state, "weight_version": status.weight_version, "epoch": status.epoch,
-            "running": stats.running, "waiting": stats.waiting, "since": self.control.since,
+            "state": status.state,
+            "weight_version": status.weight_version,
+            "epoch": status.epoch,
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "since": self.control.since,
             "reason": self.control.why_frozen or status.failure,
             "paused_since": self.control.paused_since,
-            "in_flight": len(self.scheduler.in_flight), "steps": stats.steps,
-        }  # fmt: skip
+            "in_flight": len(self.scheduler.in_flight),
+            "steps": stats.steps,
+        }
 
     @command("stats")
     def _stats(self, caller: bytes) -> dict[str, Any]:
@@ -517,10 +532,13 @@ def _make_cache(config: Config, layout: KVLayout, *, events: bool) -> PrefixCach
     """The prefix cache of a model with this layout; `events`: it keeps a log of what it does."""
     states, size = layout.states, layout.block_size
     return PrefixCache(
-        layout.num_blocks, size, enabled=config.cache.enable_prefix_caching, model=config.model.model,
+        layout.num_blocks,
+        size,
+        enabled=config.cache.enable_prefix_caching,
+        model=config.model.model,
         snapshots=None if states is None else Snapshots(states.snapshots, states.interval // size),
         events=EventLog(size) if events else None,
-    )  # fmt: skip
+    )
 
 
 def _limits(config: Config, facts: DeviceFacts) -> Limits:
@@ -531,9 +549,15 @@ def _limits(config: Config, facts: DeviceFacts) -> Limits:
         logger.warning(
             "the KV cache holds %d tokens, less than max_model_len %d: prompt and output together are limited "
             "to that; raise kv_cache_memory_bytes, or lower max_model_len to be rid of this warning",
-            context, model.max_model_len,
-        )  # fmt: skip
+            context,
+            model.max_model_len,
+        )
     return Limits(
-        context, facts.vocab_size, tuple(model.eos_token_ids or ()), model.logprobs_mode, facts.feature_bytes,
-        facts.images, facts.whole_prompts,
-    )  # fmt: skip
+        context,
+        facts.vocab_size,
+        tuple(model.eos_token_ids or ()),
+        model.logprobs_mode,
+        facts.feature_bytes,
+        facts.images,
+        facts.whole_prompts,
+    )

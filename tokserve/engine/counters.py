@@ -74,9 +74,11 @@ class Counters(msgspec.Struct):
         for name in ("tokens_by_step", "preemptions_by_request"):
             values[name] = values[name].values.copy()
         return values | {
-            "draft_steps": drafts.num_steps, "draft_tokens": drafts.num_drafts,
-            "accepted_by_position": drafts.accepted_at.copy(), "drafts_by_source": drafts.by_source.copy(),
-        }  # fmt: skip
+            "draft_steps": drafts.num_steps,
+            "draft_tokens": drafts.num_drafts,
+            "accepted_by_position": drafts.accepted_at.copy(),
+            "drafts_by_source": drafts.by_source.copy(),
+        }
 
 
 class WeightEpochs:

@@ -113,13 +113,18 @@ def _start(config: Config, executor: Executor, socket: EngineSocket) -> EngineCo
     layout = facts.layout
     logger.info(
         "loaded in %.2f s; KV cache: %d blocks of %d tokens, %.1f MiB",
-        time.monotonic() - began, layout.num_blocks, layout.block_size, layout.bytes() / (1 << 20),
-    )  # fmt: skip
+        time.monotonic() - began,
+        layout.num_blocks,
+        layout.block_size,
+        layout.bytes() / (1 << 20),
+    )
     if layout.states is not None:
         logger.info(
             "recurrent states: %d slots, %d snapshots, %.1f MiB",
-            layout.states.slots, layout.states.snapshots, layout.state_bytes() / (1 << 20),
-        )  # fmt: skip
+            layout.states.slots,
+            layout.states.snapshots,
+            layout.state_bytes() / (1 << 20),
+        )
     core = EngineCore(config, executor, facts, socket.send, wake=socket.wake)
     prepare_structs()
     return core

@@ -62,14 +62,57 @@ class Request:
     """
 
     __slots__ = (
-        "_draft_log", "_eos_allowed", "_follower", "adapter", "admitted", "arrival", "blocks_sent", "cached_tokens",
-        "client", "draft_state", "drafts", "draw_state", "features", "finish", "first_token", "grammar",
-        "is_decoding", "joint", "kv_transfer_reply", "last_step", "limit", "num_computed", "num_in_flight",
-        "num_preemptions", "num_settled", "num_state", "number", "options", "output", "owner", "pending_grammar",
-        "prediction", "prompt_len", "prompt_only", "received", "request_id", "second", "seed", "share", "slot",
-        "snapshot", "stalled", "state", "steps_in_flight", "stop_ids", "stopping", "table", "task", "tokens",
+        "_draft_log",
+        "_eos_allowed",
+        "_follower",
+        "adapter",
+        "admitted",
+        "arrival",
+        "blocks_sent",
+        "cached_tokens",
+        "client",
+        "draft_state",
+        "drafts",
+        "draw_state",
+        "features",
+        "finish",
+        "first_token",
+        "grammar",
+        "is_decoding",
+        "joint",
+        "kv_transfer_reply",
+        "last_step",
+        "limit",
+        "num_computed",
+        "num_in_flight",
+        "num_preemptions",
+        "num_settled",
+        "num_state",
+        "number",
+        "options",
+        "output",
+        "owner",
+        "pending_grammar",
+        "prediction",
+        "prompt_len",
+        "prompt_only",
+        "received",
+        "request_id",
+        "second",
+        "seed",
+        "share",
+        "slot",
+        "snapshot",
+        "stalled",
+        "state",
+        "steps_in_flight",
+        "stop_ids",
+        "stopping",
+        "table",
+        "task",
+        "tokens",
         "withheld",
-    )  # fmt: skip  # many may wait
+    )
 
     def __init__(
         self, spec: EngineRequest, *, owner: bytes, number: int, received: float, limits: Limits,
@@ -220,9 +263,13 @@ class Request:
         self.num_settled += count
 
     def append(
-        self, tokens: Sequence[int], rows: PackedRows | None, first_row: int, now: float,
+        self,
+        tokens: Sequence[int],
+        rows: PackedRows | None,
+        first_row: int,
+        now: float,
         masks: PackedMasks | None = None,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """New tokens, whose logprobs and sampling masks are rows `first_row` ... of `rows` and `masks`; returns how
         many are kept.  Sets `finish` at a stop, and drops the tokens after it."""
         assert self.stopping is not None

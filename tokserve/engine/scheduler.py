@@ -45,9 +45,15 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, cache: PrefixCache, weight_version: str, drafter: Drafter | None = None,
-        *, image_tokens: int = 0, prompt_tokens: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        config: SchedulerConfig,
+        cache: PrefixCache,
+        weight_version: str,
+        drafter: Drafter | None = None,
+        *,
+        image_tokens: int = 0,
+        prompt_tokens: int = 0,
+    ) -> None:
         """`image_tokens`: the most that a step has to compute together, of one image; a step holds them beside a token
         of every running request.  Raises StartError if it does not.  `prompt_tokens`: likewise of a prompt that cannot
         be divided; the budget of a step holds them."""
@@ -113,13 +119,18 @@ class Scheduler:
         """Gauges and counters of this moment."""
         pool = self._cache.pool
         return StepStats(
-            running=len(self._running), waiting=self.num_waiting, blocks_held=pool.num_in_use,
-            blocks_cached=pool.num_cached, blocks_total=pool.total, clients=len(self.shares.live),
+            running=len(self._running),
+            waiting=self.num_waiting,
+            blocks_held=pool.num_in_use,
+            blocks_cached=pool.num_cached,
+            blocks_total=pool.total,
+            clients=len(self.shares.live),
             snapshots=0 if self._cache.snapshots is None else self._cache.snapshots.num_kept,
             store=StoreStats() if self._cache.store is None else self._cache.store.stats(),
-            deferred=min(self._deferred, len(self._waiting)) + len(self._parked), stalled=len(self._stalled),
+            deferred=min(self._deferred, len(self._waiting)) + len(self._parked),
+            stalled=len(self._stalled),
             **self.counters.values(),
-        )  # fmt: skip
+        )
 
     def add(self, request: Request) -> None:
         """Queue a new request."""

@@ -29,9 +29,17 @@ class StopChecker:
     output only if it is one of the `candidates`, reaches the `limit`, or if all tokens must be checked (`always`)."""
 
     __slots__ = (
-        "_max_tokens", "_min_tokens", "_prompt_len", "_repetition", "_sequences", "_stop_ids", "always", "candidates",
-        "eos", "limit",
-    )  # fmt: skip
+        "_max_tokens",
+        "_min_tokens",
+        "_prompt_len",
+        "_repetition",
+        "_sequences",
+        "_stop_ids",
+        "always",
+        "candidates",
+        "eos",
+        "limit",
+    )
 
     def __init__(self, params: SamplingParams, eos: Sequence[int], prompt_len: int, limit: int) -> None:
         self.eos = NO_IDS if params.ignore_eos else frozenset(eos)

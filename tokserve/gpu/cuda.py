@@ -56,9 +56,15 @@ class CudaBackend:
     routed: RoutedTable | None = None
 
     def __init__(
-        self, device: Accelerator, specs: tuple[LayerSpec, ...], config: Config, max_model_len: int, model: Decoder,
-        draft: Draft | None = None, ranks: Ranks = ONE,
-    ) -> None:  # fmt: skip
+        self,
+        device: Accelerator,
+        specs: tuple[LayerSpec, ...],
+        config: Config,
+        max_model_len: int,
+        model: Decoder,
+        draft: Draft | None = None,
+        ranks: Ranks = ONE,
+    ) -> None:
         self.device: Accelerator = device
         self.draft = draft
         self._max_rows = config.scheduler.rows
@@ -79,10 +85,15 @@ class CudaBackend:
         if draft is not None:
             activations += self.activation_bytes(draft.model, specs[draft.first_layer :], block_size)
         self.layout = kvcache.layout(
-            specs, config.cache, max_num_seqs=self._max_rows, max_model_len=max_model_len,
-            free_bytes=max(0, device.free_memory() - activations), bounded=False,
-            most_drafts=self._most_drafts, agree=ranks.minimum,
-        )  # fmt: skip
+            specs,
+            config.cache,
+            max_num_seqs=self._max_rows,
+            max_model_len=max_model_len,
+            free_bytes=max(0, device.free_memory() - activations),
+            bounded=False,
+            most_drafts=self._most_drafts,
+            agree=ranks.minimum,
+        )
         self.slots = DeviceSlots(
             device, self._max_rows, max_model_len, self.layout.block_size, padding_block=self.layout.num_blocks
         )
@@ -106,8 +117,9 @@ class CudaBackend:
         kv, width = self._pages_of_one_block(specs, block_size), -(-self._max_model_len // block_size)
         batches = [
             _batch_in_one_page(tokens, rows, width, kv)
-            for rows in compile_ahead.row_counts(self._max_rows) for tokens in (rows, rows + 1)
-        ]  # fmt: skip
+            for rows in compile_ahead.row_counts(self._max_rows)
+            for tokens in (rows, rows + 1)
+        ]
         try:
             with torch.inference_mode(), compiling:
                 compile_ahead.launch_all(model, kv, batches)

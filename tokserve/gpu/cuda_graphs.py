@@ -75,9 +75,16 @@ class CudaGraphs(ABC):
     decodes = False
 
     def __init__(
-        self, device: Accelerator, slots: DeviceSlots, kv: Pages, step: Step, shapes: list[Shape], *, pool: Any,
+        self,
+        device: Accelerator,
+        slots: DeviceSlots,
+        kv: Pages,
+        step: Step,
+        shapes: list[Shape],
+        *,
+        pool: Any,
         adapters: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.sizes = [tokens for tokens, _ in shapes]
         self._slots = slots
         self._shapes = shapes

@@ -127,9 +127,18 @@ class DeviceSlots(Slots):
         width = -(-int((plan.num_computed + plan.num_tokens).max()) // self.block_size)
         batch = self._unfilled(int(query_start[-1]), len(slots), width, starts, kv) if into is None else into
         ops.prepare_step(
-            self._device_tokens, self._device_blocks, slots_dev, computed_dev, starts, self.block_size,
-            batch.input_ids, batch.positions, batch.slot_mapping, batch.seq_lens, batch.block_tables,
-        )  # fmt: skip
+            self._device_tokens,
+            self._device_blocks,
+            slots_dev,
+            computed_dev,
+            starts,
+            self.block_size,
+            batch.input_ids,
+            batch.positions,
+            batch.slot_mapping,
+            batch.seq_lens,
+            batch.block_tables,
+        )
         if into is not None and len(into.input_ids) > len(slots):
             into.query_start.copy_(starts)
         batch.states = StateRows(*states) if states else None
@@ -150,9 +159,18 @@ class DeviceSlots(Slots):
         """Move the rows on by a token, and fill in their batch: work of the device alone."""
         batch = rows.batch
         ops.advance_step(
-            self._device_tokens, self._device_blocks, rows.slots, rows.computed, self.block_size, batch.input_ids,
-            batch.positions, batch.slot_mapping, rows.lengths, batch.seq_lens, batch.block_tables,
-        )  # fmt: skip
+            self._device_tokens,
+            self._device_blocks,
+            rows.slots,
+            rows.computed,
+            self.block_size,
+            batch.input_ids,
+            batch.positions,
+            batch.slot_mapping,
+            rows.lengths,
+            batch.seq_lens,
+            batch.block_tables,
+        )
 
     def resume(self, plan: StepPlan, rows: DecodeRows) -> None:
         """Let the next run of the step that has these rows be that of a plan of one token a row."""
@@ -179,9 +197,16 @@ class DeviceSlots(Slots):
         sampled, lengths = logit_lengths(plan)
         logits_indices = last_indices(np.cumsum(plan.num_tokens, dtype=np.int64), plan.num_logits)
         columns = [
-            self.seeds[sampled], lengths, self.greedy[sampled], self.temperature[sampled], sampled.astype(np.int64),
-            self.top_k[sampled], self.top_p[sampled], self.min_p[sampled], logits_indices,
-        ]  # fmt: skip
+            self.seeds[sampled],
+            lengths,
+            self.greedy[sampled],
+            self.temperature[sampled],
+            sampled.astype(np.int64),
+            self.top_k[sampled],
+            self.top_p[sampled],
+            self.min_p[sampled],
+            logits_indices,
+        ]
         count = len(arrays)
         copies = self._device.put([*arrays, *columns, *self._edits()])
         seeds, lengths_dev, greedy, temperature, slots, *filters, self.logits_indices = copies[count:-4]

@@ -140,9 +140,18 @@ class Attention:
 
         def attend(rows: Tensor, tables: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
             return ops.paged_attention(
-                q[rows], k, v, tables, starts, ends, self.scale * self.k_scale, self.window, self.v_scale,
-                self.softcap, self.sinks,
-            )  # fmt: skip
+                q[rows],
+                k,
+                v,
+                tables,
+                starts,
+                ends,
+                self.scale * self.k_scale,
+                self.window,
+                self.v_scale,
+                self.softcap,
+                self.sinks,
+            )
 
         return attend
 
@@ -157,10 +166,21 @@ class Attention:
         keys, values = batch.kv[layer]
         projected = self.qkv(x, adapters=batch.adapters)
         q = ops.norm_rope_store(
-            projected, self._weight(self.q_norm), self._weight(self.k_norm), self.norm_eps,
-            table, batch.positions, keys, values, batch.slot_mapping, self.k_scale, self.v_scale, self.interleaved,
-            self.norm_last, self.gated,
-        )  # [T, heads, dim]  # fmt: skip
+            projected,
+            self._weight(self.q_norm),
+            self._weight(self.k_norm),
+            self.norm_eps,
+            table,
+            batch.positions,
+            keys,
+            values,
+            batch.slot_mapping,
+            self.k_scale,
+            self.v_scale,
+            self.interleaved,
+            self.norm_last,
+            self.gated,
+        )  # [T, heads, dim]
         rows: LogitsRows | ForwardBatch = batch
         if logits_rows is not None:
             q, rows = q.index_select(0, logits_rows.tokens), logits_rows
@@ -181,9 +201,20 @@ class Attention:
                 )
             work = batch.work[kind]
         return ops.paged_attention(
-            q, keys, values, rows.block_tables, rows.query_start, rows.seq_lens, self.scale * self.k_scale,
-            self.window, self.v_scale, self.softcap, self.sinks, rows.bidirectional, work,
-        )  # fmt: skip
+            q,
+            keys,
+            values,
+            rows.block_tables,
+            rows.query_start,
+            rows.seq_lens,
+            self.scale * self.k_scale,
+            self.window,
+            self.v_scale,
+            self.softcap,
+            self.sinks,
+            rows.bidirectional,
+            work,
+        )
 
     @staticmethod
     def _weight(norm: RMSNorm | None) -> Tensor | None:
@@ -218,10 +249,19 @@ class BidirectionalWindow(Attention):
             np.add.accumulate(sizes[kept], out=query_start[1:])
             index = torch.from_numpy(chosen)
             part = ops.paged_attention(
-                q.index_select(0, index), keys, values, rows.block_tables.index_select(0, torch.from_numpy(kept)),
-                torch.from_numpy(query_start), torch.from_numpy(lens[kept]), self.scale, window, 1.0, self.softcap,
-                None, torch.ones(len(kept), dtype=torch.bool) if is_end else None,
-            )  # fmt: skip
+                q.index_select(0, index),
+                keys,
+                values,
+                rows.block_tables.index_select(0, torch.from_numpy(kept)),
+                torch.from_numpy(query_start),
+                torch.from_numpy(lens[kept]),
+                self.scale,
+                window,
+                1.0,
+                self.softcap,
+                None,
+                torch.ones(len(kept), dtype=torch.bool) if is_end else None,
+            )
             mixed.index_copy_(0, index, part)
         return mixed
 

@@ -51,10 +51,15 @@ class Embedding:
     def parameters(self) -> dict[str, Parameter]:
         return {
             "weight": Parameter(
-                (self.vocab, self.hidden), self.load, self.dtype, self.load_stored, places=self.places,
-                share=self.rows.length / self.vocab, held=TensorPart(0, (self.rows,)) if self.group.size > 1 else None,
+                (self.vocab, self.hidden),
+                self.load,
+                self.dtype,
+                self.load_stored,
+                places=self.places,
+                share=self.rows.length / self.vocab,
+                held=TensorPart(0, (self.rows,)) if self.group.size > 1 else None,
             )
-        }  # fmt: skip
+        }
 
     def places(self) -> list[MatrixPlace]:
         """The weight, and the tied head's if it has one of its own; none if one of them is quantized."""

@@ -76,10 +76,15 @@ class Linear:
         for shard, shape in self._whole.items():
             load_stored = partial(self.load_stored, shard)
             parameters[f"{shard}.weight"] = Parameter(
-                shape, partial(self.load, shard), kept, load_stored, rounded=self.dtype,
-                places=partial(self.places, shard), share=self.shards[shard] * self.inputs / (shape[0] * shape[1]),
+                shape,
+                partial(self.load, shard),
+                kept,
+                load_stored,
+                rounded=self.dtype,
+                places=partial(self.places, shard),
+                share=self.shards[shard] * self.inputs / (shape[0] * shape[1]),
                 held=self.held(shard),
-            )  # fmt: skip
+            )
             if self.bias is not None:
                 places, held = partial(self.bias_places, shard), self.held(shard)
                 if self._split == "row":

@@ -55,9 +55,14 @@ class GatedMLP:
             span = options.group.span(spec.inner, spec.up_names[0])
             rows = {spec.up_names[0]: (span, Span(spec.inner + span.start, span.length))}
         self.gate_up = GatedLinear(
-            hidden, dict.fromkeys(spec.up_names, width), spec.activation, options, bias=spec.bias, split="column",
+            hidden,
+            dict.fromkeys(spec.up_names, width),
+            spec.activation,
+            options,
+            bias=spec.bias,
+            split="column",
             rows=rows,
-        )  # fmt: skip
+        )
         self.down = Linear(spec.inner, {spec.down_name: hidden}, options, bias=spec.bias, split="row", adds=adds)
 
     def linears(self) -> dict[str, Linear]:

@@ -72,9 +72,11 @@ class DecoderBlock:
         """Under the names of Hugging Face checkpoints."""
         names = self.norm_names
         norms = (
-            (names.before_attention, self.attention_norm), (names.after_attention, self.attention_post_norm),
-            (names.before_mlp, self.mlp_norm), (names.after_mlp, self.mlp_post_norm),
-        )  # fmt: skip
+            (names.before_attention, self.attention_norm),
+            (names.after_attention, self.attention_post_norm),
+            (names.before_mlp, self.mlp_norm),
+            (names.after_mlp, self.mlp_post_norm),
+        )
         parameters = under(self.attention_name, self.attention.parameters())
         parameters |= under(self.mlp_name, self.mlp.parameters())
         for name, norm in norms:

@@ -16,13 +16,27 @@ from torch import Tensor
 from tokserve.layers.parameter import Parameter
 
 NORMS = (
-    "layernorm.weight", "operator_norm.weight", "ffn_norm.weight", "linear_attn.norm.weight", "norm1.weight",
-    "norm2.weight", "ln_q.weight", "merger.norm.weight", "mm_soft_emb_norm.weight",
-)  # fmt: skip
+    "layernorm.weight",
+    "operator_norm.weight",
+    "ffn_norm.weight",
+    "linear_attn.norm.weight",
+    "norm1.weight",
+    "norm2.weight",
+    "ln_q.weight",
+    "merger.norm.weight",
+    "mm_soft_emb_norm.weight",
+)
 GAINS = {
-    "lm_head": 2.0, "q_proj": 1.5, "k_proj": 1.5, "qkv_proj": 1.3, "o_proj": 0.6, "out_proj": 0.3,
-    "down_proj": 1.6, "output_linear": 1.6, "c_proj": 1.6,
-}  # fmt: skip
+    "lm_head": 2.0,
+    "q_proj": 1.5,
+    "k_proj": 1.5,
+    "qkv_proj": 1.3,
+    "o_proj": 0.6,
+    "out_proj": 0.3,
+    "down_proj": 1.6,
+    "output_linear": 1.6,
+    "c_proj": 1.6,
+}
 
 
 def tensors(parameters: Mapping[str, Parameter], seed: int) -> Iterator[tuple[str, Tensor]]:

@@ -29,9 +29,15 @@ def gemma(hf: Mapping[str, Any]) -> DecoderSpec:
     table = rope(fields, dim, fields.integer("max_position_embeddings", 8192))
     layers = fields.integer("num_hidden_layers")
     return _gemma(
-        fields, (table,) * layers, (0,) * layers, scale=dim**-0.5, kv_heads=16, norms=BEFORE, activation="hidden_act",
+        fields,
+        (table,) * layers,
+        (0,) * layers,
+        scale=dim**-0.5,
+        kv_heads=16,
+        norms=BEFORE,
+        activation="hidden_act",
         max_position=8192,
-    )  # fmt: skip
+    )
 
 
 def gemma2(hf: Mapping[str, Any]) -> DecoderSpec:
@@ -48,9 +54,12 @@ def gemma3(hf: Mapping[str, Any]) -> DecoderSpec:
     every = fields.integer("sliding_window_pattern", 6)
     windows = layer_windows(fields, window_size(fields, 4096), lambda layer: (layer + 1) % every != 0)
     full, local = ropes_with_windows(
-        fields, head_size(fields, 256), fields.integer("max_position_embeddings", MAX_POSITION), THETA,
+        fields,
+        head_size(fields, 256),
+        fields.integer("max_position_embeddings", MAX_POSITION),
+        THETA,
         fields.number("rope_local_base_freq", LOCAL_THETA),
-    )  # fmt: skip
+    )
     ropes = tuple(local if window else full for window in windows)
     return _gemma(fields, ropes, windows, max_position=MAX_POSITION, qk_norm=True)
 

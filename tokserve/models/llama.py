@@ -13,12 +13,17 @@ from tokserve.models.rope_config import rope, rope_values
 from tokserve.models.spec import HEADLESS, dense, head_size, layer_windows, window_if_used, window_size
 
 EXAONE = (
-    ("transformer.wte.", "model.embed_tokens."), ("transformer.h.", "model.layers."),
-    ("transformer.ln_f.", "model.norm."), (".attn.attention.", ".self_attn."),
-    (".self_attn.out_proj.", ".self_attn.o_proj."), (".ln_1.", ".input_layernorm."),
-    (".ln_2.", ".post_attention_layernorm."), (".mlp.c_fc_0.", ".mlp.gate_proj."),
-    (".mlp.c_fc_1.", ".mlp.up_proj."), (".mlp.c_proj.", ".mlp.down_proj."),
-)  # fmt: skip
+    ("transformer.wte.", "model.embed_tokens."),
+    ("transformer.h.", "model.layers."),
+    ("transformer.ln_f.", "model.norm."),
+    (".attn.attention.", ".self_attn."),
+    (".self_attn.out_proj.", ".self_attn.o_proj."),
+    (".ln_1.", ".input_layernorm."),
+    (".ln_2.", ".post_attention_layernorm."),
+    (".mlp.c_fc_0.", ".mlp.gate_proj."),
+    (".mlp.c_fc_1.", ".mlp.up_proj."),
+    (".mlp.c_proj.", ".mlp.down_proj."),
+)
 
 
 def llama(hf: Mapping[str, Any]) -> DecoderSpec:

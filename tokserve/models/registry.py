@@ -90,11 +90,23 @@ ENCODERS = {  # by the family of `encoders`
 }
 # Architectures with layers that are neither attention nor one of the recurrent kinds built in.
 RECURRENT = {
-    "BambaForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM",
-    "Lfm3ForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM", "NemotronHForCausalLM",
-    "OlmoHybridForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM", "Zamba2ForCausalLM", "ZambaForCausalLM",
+    "BambaForCausalLM",
+    "FalconH1ForCausalLM",
+    "FalconMambaForCausalLM",
+    "JambaForCausalLM",
+    "KimiLinearForCausalLM",
+    "Lfm3ForCausalLM",
+    "Mamba2ForCausalLM",
+    "MambaForCausalLM",
+    "MiniMaxForCausalLM",
+    "NemotronHForCausalLM",
+    "OlmoHybridForCausalLM",
+    "RecurrentGemmaForCausalLM",
+    "RwkvForCausalLM",
+    "Zamba2ForCausalLM",
+    "ZambaForCausalLM",
     "xLSTMForCausalLM",
-}  # fmt: skip
+}
 
 
 def refuse_recurrent(hf: Mapping[str, Any]) -> None:

@@ -67,9 +67,14 @@ def rope_by_type(fields: ConfigReader, kind: str, dim: int, max_position: int, t
 
 
 def rope_spec(
-    fields: ConfigReader, scaling: ConfigReader, dim: int, max_position: int, theta: float, *,
+    fields: ConfigReader,
+    scaling: ConfigReader,
+    dim: int,
+    max_position: int,
+    theta: float,
+    *,
     rotary: float | None = None,
-) -> RopeSpec:  # fmt: skip
+) -> RopeSpec:
     """The rope that the object `scaling` describes, with this theta.  `rotary`: the part of a head that is rotated
     where the config does not say; None: this family rotates whole heads."""
     part = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", rotary or 1.0))
@@ -104,18 +109,22 @@ def _llama3(scaling: ConfigReader, dim: int, theta: float, original: int) -> Rop
         raise scaling.refuse("high_freq_factor", f"must be above low_freq_factor {low}, found {high}")
     return RopeSpec(
         dim, theta, "llama3", scaling.number("factor"), original, low_freq_factor=low, high_freq_factor=high
-    )  # fmt: skip
+    )
 
 
 def _longrope(scaling: ConfigReader, dim: int, theta: float, original: int, max_position: int) -> RopeSpec:
     if original == 1:
         raise scaling.refuse("original_max_position_embeddings", "must be 2 or more with longrope, found 1")
     return RopeSpec(
-        dim, theta, "longrope", scaling.number("factor", max_position / original), original,
+        dim,
+        theta,
+        "longrope",
+        scaling.number("factor", max_position / original),
+        original,
         attention_factor=scaling.number("attention_factor") if scaling.present("attention_factor") else None,
         short=scaling.numbers("short_factor", dim // 2),
         long=scaling.numbers("long_factor", dim // 2),
-    )  # fmt: skip
+    )
 
 
 def _yarn(scaling: ConfigReader, dim: int, theta: float, original: int, max_position: int) -> RopeSpec:
@@ -125,11 +134,15 @@ def _yarn(scaling: ConfigReader, dim: int, theta: float, original: int, max_posi
     if theta == 1.0:
         raise scaling.refuse("rope_theta", "must not be 1 with yarn")
     return RopeSpec(
-        dim, theta, "yarn", scaling.number("factor", max_position / original), original,
+        dim,
+        theta,
+        "yarn",
+        scaling.number("factor", max_position / original),
+        original,
         beta_fast=optional("beta_fast") or 32.0,
         beta_slow=optional("beta_slow") or 1.0,
         truncate=scaling.flag("truncate", True),
         attention_factor=scaling.number("attention_factor") if scaling.present("attention_factor") else None,
         mscale=optional("mscale"),
         mscale_all_dim=optional("mscale_all_dim"),
-    )  # fmt: skip
+    )

@@ -24,10 +24,15 @@ from tokserve.models.decoder import DecoderSpec, Renames
 from tokserve.models.rope_config import rope
 
 ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu", "swish": "silu",
-    "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
-    "gelu": "gelu", "relu": "relu", "relu2": "relu2",
-}  # fmt: skip
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+}
 # Checkpoints saved from the model without its head lack the prefix.
 HEADLESS: Renames = (("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."), ("norm.", "model.norm."))
 

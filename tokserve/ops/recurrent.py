@@ -233,16 +233,28 @@ class StateWalk:
 
 
 def state_walks(
-    entries: Tensor, ring: Tensor, query_start: Tensor, seq_lens: Tensor, state_rows: Tensor, start: Tensor,
-    end: Tensor, saves: Tensor, conv_weight: Tensor,
-) -> Iterator[StateWalk]:  # fmt: skip
+    entries: Tensor,
+    ring: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    state_rows: Tensor,
+    start: Tensor,
+    end: Tensor,
+    saves: Tensor,
+    conv_weight: Tensor,
+) -> Iterator[StateWalk]:
     """The rows of a batch that have tokens.  Raises ValueError for a state that cannot go on from where it is."""
     taps, width = conv_weight.shape[0], ring.shape[1]
     saved = saves.tolist()
     columns = zip(
-        query_start.tolist(), query_start[1:].tolist(), seq_lens.tolist(), state_rows.tolist(), start.tolist(),
-        end.tolist(), strict=False,
-    )  # fmt: skip
+        query_start.tolist(),
+        query_start[1:].tolist(),
+        seq_lens.tolist(),
+        state_rows.tolist(),
+        start.tolist(),
+        end.tolist(),
+        strict=False,
+    )
     for number, (token, after, length, index, begin, stop) in enumerate(columns):
         if after == token or index < 0:
             continue

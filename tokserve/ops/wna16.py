@@ -174,16 +174,31 @@ def pack_wna16(parts: Sequence[QuantizedRows], rounded: bool = False) -> PackedW
 def _packed_rows(part: QuantizedRows, rounded: bool) -> PackedPart:
     scales, mins = part.by_group()
     return PackedPart(
-        8, *part.shape, part.group, 1, part.integers(), torch.zeros(16, dtype=torch.int8), scales, None, mins, None,
-        part.order, part.folded, rounded,
-    )  # fmt: skip
+        8,
+        *part.shape,
+        part.group,
+        1,
+        part.integers(),
+        torch.zeros(16, dtype=torch.int8),
+        scales,
+        None,
+        mins,
+        None,
+        part.order,
+        part.folded,
+        rounded,
+    )
 
 
 @op(tolerance={}, follows="linear_wna16")
 def pack_int4(
-    weight: Tensor, group: int, rounded: bool = False, rows: int | None = None, first: int = 0,
+    weight: Tensor,
+    group: int,
+    rounded: bool = False,
+    rows: int | None = None,
+    first: int = 0,
     into: PackedWna16 | None = None,
-) -> PackedWna16:  # fmt: skip
+) -> PackedWna16:
     """`pack_wna16` of the weight [N,K] rounded by `quantize_int4`; or of some rows, as `pack_linear` takes them."""
     columns = weight.shape[1]
     if into is None:
@@ -199,9 +214,13 @@ def pack_int4(
 
 @op(tolerance={}, follows="gated_linear_wna16")
 def pack_gated_int4(
-    weight: Tensor, group: int, rounded: bool = False, rows: int | None = None, first: int = 0,
+    weight: Tensor,
+    group: int,
+    rounded: bool = False,
+    rows: int | None = None,
+    first: int = 0,
     into: PackedWna16 | None = None,
-) -> PackedWna16:  # fmt: skip
+) -> PackedWna16:
     """Pack a gate and, below it, what is gated [2I,K], as `pack_int4` does, in the layout of `gated_linear_wna16`."""
     return pack_int4.reference(weight, group, rounded, rows, first, into)
 

@@ -13,9 +13,18 @@ from urllib.parse import unquote
 from tokserve.protocol.regex import explicit_classes
 
 _SINGLE = (
-    "additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then",
-    "unevaluatedItems", "unevaluatedProperties",
-)  # fmt: skip
+    "additionalItems",
+    "additionalProperties",
+    "contains",
+    "else",
+    "if",
+    "items",
+    "not",
+    "propertyNames",
+    "then",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+)
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _BY_NAME = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 # keywords whose schemas describe the same object as the schema that they are in

@@ -120,9 +120,13 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
         """The rows from `start` to before `end`."""
         rows, tops = slice(4 * start, 4 * end), slice(4 * start * self.width, 4 * end * self.width)
         return Logprobs(
-            self.token_logprobs[rows], self.ranks[rows], self.top_ids[tops], self.top_logprobs[tops], self.width,
+            self.token_logprobs[rows],
+            self.ranks[rows],
+            self.top_ids[tops],
+            self.top_logprobs[tops],
+            self.width,
             self.mode,
-        )  # fmt: skip
+        )
 
 
 class DraftCounts(NamedTuple):

@@ -158,16 +158,31 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 # sampling parameters of other servers that the token route accepts: they change no token, ...
 PARAMS_WITHOUT_EFFECT = (
-    "output_kind", "flat_logprobs", "skip_clone", "skip_reading_prefix_cache", "stream_interval", "watermarking",
-    "output_text_buffer_length", "_all_stop_token_ids", "_bad_words_token_ids", "_eos_token_id",
+    "output_kind",
+    "flat_logprobs",
+    "skip_clone",
+    "skip_reading_prefix_cache",
+    "stream_interval",
+    "watermarking",
+    "output_text_buffer_length",
+    "_all_stop_token_ids",
+    "_bad_words_token_ids",
+    "_eos_token_id",
     "_watermarking_skipped",
-)  # fmt: skip
+)
 # ... or would, but for null and these values
 PARAMS_REFUSED: dict[str, tuple[Any, ...]] = {
-    "thinking_token_budget": (), "logits_processors": ([],), "prompt_logprob_token_ids": (),
-    "prompt_logprob_start": (), "trace_decode_token_ids": (), "truncate_prompt_tokens": (-1,), "best_of": (1,),
-    "use_beam_search": (False,), "length_penalty": (1, 1.0), "early_stopping": (False,),
-}  # fmt: skip
+    "thinking_token_budget": (),
+    "logits_processors": ([],),
+    "prompt_logprob_token_ids": (),
+    "prompt_logprob_start": (),
+    "trace_decode_token_ids": (),
+    "truncate_prompt_tokens": (-1,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+}
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -240,9 +255,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if (mode := getattr(self, name)) is not None:
                 changes[name] = VLLM_LOGPROBS_MODES.get(mode, mode)
         return msgspec.structs.replace(
-            self, n=1, stop=[], stop_after=[], bad_words=[], include_stop_str_in_output=False, detokenize=True,
-            skip_special_tokens=True, spaces_between_special_tokens=True, **changes,
-        )  # fmt: skip
+            self,
+            n=1,
+            stop=[],
+            stop_after=[],
+            bad_words=[],
+            include_stop_str_in_output=False,
+            detokenize=True,
+            skip_special_tokens=True,
+            spaces_between_special_tokens=True,
+            **changes,
+        )
 
     def validate(self) -> None:
         """Raise `RequestError` with the field's name for a value out of its range."""

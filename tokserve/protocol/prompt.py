@@ -67,6 +67,7 @@ def check_features(features: Sequence[Feature], num_tokens: int, bytes_per_id: M
         if needed and len(feature.data) != needed:
             raise RequestError(
                 f"a feature of kind {feature.kind!r} and length {feature.length} needs {needed} bytes of data, "
-                f"got {len(feature.data)}", field="features",
-            )  # fmt: skip
+                f"got {len(feature.data)}",
+                field="features",
+            )
         end = last

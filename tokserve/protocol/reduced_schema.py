@@ -17,22 +17,55 @@ from tokserve.protocol.jsonschema import Schema, walk
 from tokserve.protocol.schema_logic import by_pointer, exclude_one_another, has_no_finite_value
 
 ANNOTATIONS = (
-    "$comment", "contentEncoding", "contentMediaType", "contentSchema", "default", "deprecated", "description",
-    "example", "examples", "readOnly", "title", "writeOnly",
-)  # fmt: skip
-FORMATS = frozenset({  # that are enforced; others are annotations
-    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid",
-})  # fmt: skip
+    "$comment",
+    "contentEncoding",
+    "contentMediaType",
+    "contentSchema",
+    "default",
+    "deprecated",
+    "description",
+    "example",
+    "examples",
+    "readOnly",
+    "title",
+    "writeOnly",
+)
+FORMATS = frozenset(
+    {  # that are enforced; others are annotations
+        "date",
+        "date-time",
+        "duration",
+        "email",
+        "hostname",
+        "ipv4",
+        "ipv6",
+        "time",
+        "unknown",
+        "uri",
+        "uuid",
+    }
+)
 APPLY_TO = {  # keywords that concern values of one type, of those that cannot be enforced
     "array": ("uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems"),
     "object": (
-        "dependencies", "dependentRequired", "dependentSchemas", "propertyNames", "unevaluatedProperties",
+        "dependencies",
+        "dependentRequired",
+        "dependentSchemas",
+        "propertyNames",
+        "unevaluatedProperties",
     ),
-}  # fmt: skip
+}
 UNSUPPORTED = (
-    *APPLY_TO["array"], *APPLY_TO["object"], "not", "if", "then", "else", "$dynamicRef", "$recursiveRef",
+    *APPLY_TO["array"],
+    *APPLY_TO["object"],
+    "not",
+    "if",
+    "then",
+    "else",
+    "$dynamicRef",
+    "$recursiveRef",
     "$recursiveAnchor",
-)  # fmt: skip
+)
 TRUE: tuple[Any, ...] = (True, {})  # schemas of any value
 COMBINED = ("allOf", "anyOf", "oneOf", "$ref", "if")
 MOST_BYTES = 1 << 20  # of a schema as it comes

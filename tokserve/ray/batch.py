@@ -28,9 +28,15 @@ RESTARTS = 3  # within ten minutes, unless `restart_engine` says otherwise
 
 
 def generate(
-    dataset: ray.data.Dataset, model: str, sampling_params: Mapping[str, Any] | None = None, *,
-    replicas: int = 1, batch_size: int = 64, num_gpus: float = 0, **options: Any,
-) -> ray.data.Dataset:  # fmt: skip
+    dataset: ray.data.Dataset,
+    model: str,
+    sampling_params: Mapping[str, Any] | None = None,
+    *,
+    replicas: int = 1,
+    batch_size: int = 64,
+    num_gpus: float = 0,
+    **options: Any,
+) -> ray.data.Dataset:
     """`dataset` with the columns of `Generate` added, by `replicas` engines.  `options`: as for `LLM`.
 
     `batch_size`: rows that are handed to an engine together; it works on several batches at once.  With `num_gpus` an

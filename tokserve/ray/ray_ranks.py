@@ -141,10 +141,13 @@ class RaySpawn:
             node_of = placement_group_table(group)["bundles_to_node_id"]
             bundles = sorted(node_of, key=lambda index: (node_of[index], index))
             actors = [self._actor(group, index, resources) for index in bundles]
-            answers = ray.get([
-                actor.start.remote(msgspec.json.encode(self._remote_opening(opening)))
-                for actor, opening in zip(actors, openings, strict=True)
-            ], timeout=ALIVE)  # fmt: skip
+            answers = ray.get(
+                [
+                    actor.start.remote(msgspec.json.encode(self._remote_opening(opening)))
+                    for actor, opening in zip(actors, openings, strict=True)
+                ],
+                timeout=ALIVE,
+            )
         except RayError as error:
             raise StartError(f"ranks cannot run in the Ray cluster: {first_line(error)}") from None
         for opening, (node, problem) in zip(openings, answers, strict=True):

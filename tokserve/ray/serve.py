@@ -170,8 +170,9 @@ class BehindProxy:
         if path in self._control and scope["method"] == "POST":
             error = RequestError(
                 f"{path} would act on one replica of several: deploy with num_replicas 1, or serve with "
-                "--data-parallel-size", code="several_replicas",
-            )  # fmt: skip
+                "--data-parallel-size",
+                code="several_replicas",
+            )
             await errors.response(error)(scope, receive, send)
             return
         if scope["type"] == "http":

@@ -48,10 +48,26 @@ _HOMES = {
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
-    "AsyncClient", "Client", "ClientClosed", "PromptsFailed", "PushResult", "Rollout", "RolloutDelta", "ServerError",
-    "TokenColumns", "TokserveClient", "TorchMissing", "TransferError", "WeightDirectory", "WeightsConflict",
-    "WeightsError", "__version__", "checksum", "checksums", "sticky_seeds",
-]  # fmt: skip
+    "AsyncClient",
+    "Client",
+    "ClientClosed",
+    "PromptsFailed",
+    "PushResult",
+    "Rollout",
+    "RolloutDelta",
+    "ServerError",
+    "TokenColumns",
+    "TokserveClient",
+    "TorchMissing",
+    "TransferError",
+    "WeightDirectory",
+    "WeightsConflict",
+    "WeightsError",
+    "__version__",
+    "checksum",
+    "checksums",
+    "sticky_seeds",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -28,10 +28,17 @@ PROBE = 5.0  # seconds until a connection attempt fails
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
-        torch.uint8, torch.int8, torch.int32, torch.int64,  # parts of quantized weights
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,  # parts of quantized weights
     )
-}  # fmt: skip
+}
 Declared = tuple[str, torch.dtype, tuple[int, ...]]  # name, dtype, shape
 T = TypeVar("T")
 
@@ -62,9 +69,16 @@ class TransferGroup:
     """
 
     def __init__(
-        self, backend: str, address: str, port: int, rank: int, size: int, timeout: float,
-        interrupted: threading.Event | None = None, rendezvous: Rendezvous = OWN,
-    ) -> None:  # fmt: skip
+        self,
+        backend: str,
+        address: str,
+        port: int,
+        rank: int,
+        size: int,
+        timeout: float,
+        interrupted: threading.Event | None = None,
+        rendezvous: Rendezvous = OWN,
+    ) -> None:
         if backend not in BACKENDS:
             raise WeightsError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}", field="backend")
         make, device = BACKENDS[backend]

@@ -126,8 +126,15 @@ class AsyncClient:
         if numbers is not None and len(numbers) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts and {len(numbers)} seeds")
         checked = [prompt_ids(number, prompt) for number, prompt in enumerate(prompts)]
-        options = {"cache_salt": cache_salt, "group_id": group_id, "draft_group": draft_group, "model": model,
-                   "priority": priority, "deadline_ms": deadline_ms, "speculate": speculate}  # fmt: skip
+        options = {
+            "cache_salt": cache_salt,
+            "group_id": group_id,
+            "draft_group": draft_group,
+            "model": model,
+            "priority": priority,
+            "deadline_ms": deadline_ms,
+            "speculate": speculate,
+        }
         calls = []
         for number, ids in enumerate(checked):
             params = {"logprobs": 0, **sampling, "n": n} | ({} if numbers is None else {"seed": numbers[number]})
@@ -142,8 +149,12 @@ class AsyncClient:
         return [read_rollout(number, ids, choice) for choice in reply["choices"]]
 
     async def _generated(self, ids: Ids, params: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-        body = {"token_ids": ids.tobytes(), "sampling_params": params, "logprobs_format": "arrays",
-                "request_id": secrets.token_hex(12)} | options  # fmt: skip
+        body = {
+            "token_ids": ids.tobytes(),
+            "sampling_params": params,
+            "logprobs_format": "arrays",
+            "request_id": secrets.token_hex(12),
+        } | options
         headers = {"Content-Type": MSGPACK, "Accept": MSGPACK}
         content = msgspec.msgpack.encode(plain(body))
         response = await self._connection.rollout(GENERATE, content=content, headers=headers)
@@ -168,10 +179,15 @@ class AsyncClient:
         """
         ids = prompt_ids(0, prompt)
         body = {
-            "token_ids": ids.tolist(), "sampling_params": {"logprobs": 0, **sampling, "n": n}, "stream": True,
-            "logprobs_format": "base64", "request_id": request_id or secrets.token_hex(12), "cache_salt": cache_salt,
-            "group_id": group_id, "model": model,
-        }  # fmt: skip
+            "token_ids": ids.tolist(),
+            "sampling_params": {"logprobs": 0, **sampling, "n": n},
+            "stream": True,
+            "logprobs_format": "base64",
+            "request_id": request_id or secrets.token_hex(12),
+            "cache_salt": cache_salt,
+            "group_id": group_id,
+            "model": model,
+        }
         was_left, complete = request_id in self._left, False
         async with aclosing(self._connection.events(GENERATE, body, id_was_left=was_left)) as events:
             try:

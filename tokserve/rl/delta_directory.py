@@ -140,9 +140,11 @@ class WeightDirectory:
         return self._anchor is None or self._next - self._anchor >= self.anchor_every
 
     def write(
-        self, identity: Identity, full: Mapping[str, Tensor] | None,
+        self,
+        identity: Identity,
+        full: Mapping[str, Tensor] | None,
         delta: tuple[DeltaLabel, Mapping[str, Tensor]] | None,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """Write a version: its delta, its full file, or both; returns the bytes written."""
         number, written = self._next, 0
         if full is not None:

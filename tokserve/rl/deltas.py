@@ -28,10 +28,17 @@ FULL_FORMAT = "tokserve-full-1"  # of a file that a chain of deltas begins with
 STEPS, VALUES = "#steps", "#values"
 STEP_DTYPES = {torch.uint8: 255, torch.uint16: 65535}  # with the largest step
 SAFETENSORS = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8", torch.uint16: "U16",
-    torch.int8: "I8", torch.int32: "I32", torch.int64: "I64",  # of parts of quantized weights
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.int8: "I8",
+    torch.int32: "I32",
+    torch.int64: "I64",  # of parts of quantized weights
+}
 DENSE_FROM = 0.25  # the share of changed elements from which a tensor is stored whole
 PIECE = 1 << 20  # bytes of a file that are made at a time, and elements that are compared
 COMPARED = {torch.float32, torch.bfloat16, torch.float16}  # by the extension
@@ -50,9 +57,11 @@ class DeltaLabel:
     def metadata(self) -> dict[str, str]:
         """The metadata of the file."""
         return {
-            "format": FORMAT, "base_version": self.base_version, "base_checksum": self.base_checksum,
+            "format": FORMAT,
+            "base_version": self.base_version,
+            "base_checksum": self.base_checksum,
             "version": self.version,
-        } | ({"checksum": self.checksum} if self.checksum else {})  # fmt: skip
+        } | ({"checksum": self.checksum} if self.checksum else {})
 
 
 def label_of(metadata: Mapping[str, Any]) -> DeltaLabel:

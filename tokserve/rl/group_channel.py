@@ -35,8 +35,14 @@ class GroupChannel(WeightRoutes):
         self, backend: str, address: str, port: int, *, rank_offset: int, world_size: int, timeout: float
     ) -> None:
         """Form a process group with the server, this process as rank 0."""
-        options = {"backend": backend, "master_address": address, "master_port": port, "rank_offset": rank_offset,
-                   "world_size": world_size, "rendezvous": "tokserve"}  # fmt: skip
+        options = {
+            "backend": backend,
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "rendezvous": "tokserve",
+        }
         interrupted = threading.Event()
         meeting = asyncio.ensure_future(
             _in_thread(lambda: TransferGroup(backend, address, port, 0, world_size, timeout, interrupted))

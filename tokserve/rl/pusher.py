@@ -101,9 +101,11 @@ async def transaction(channel: WeightChannel, base: dict[str, str] | None = None
 def announcement(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The `update_info` of tensors that are sent packed, in this order."""
     return {
-        "names": list(tensors), "dtype_names": [dtype_name(tensor.dtype) for tensor in tensors.values()],
-        "shapes": [list(tensor.shape) for tensor in tensors.values()], "packed": True,
-    }  # fmt: skip
+        "names": list(tensors),
+        "dtype_names": [dtype_name(tensor.dtype) for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        "packed": True,
+    }
 
 
 class Pusher:
@@ -120,9 +122,15 @@ class Pusher:
         self._written: dict[tuple[Path, str], str] = {}  # checksums by directory and version
 
     async def push(
-        self, weights: Weights, version: str | None, *, delta: bool, directory: str | Path | None, anchor_every: int,
+        self,
+        weights: Weights,
+        version: str | None,
+        *,
+        delta: bool,
+        directory: str | Path | None,
+        anchor_every: int,
         recompute_kv: bool = False,
-    ) -> PushResult:  # fmt: skip
+    ) -> PushResult:
         """Push weights; the arguments are those of `AsyncClient.push`."""
         self._commit = {"recompute_kv": True} if recompute_kv else {}
         if self._keeping is not None:

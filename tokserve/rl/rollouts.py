@@ -99,10 +99,19 @@ def read_rollout(number: int, prompt: Ids, choice: Mapping[str, Any]) -> Rollout
     """A choice of a whole reply."""
     columns = read_columns(choice)
     return Rollout(
-        number, choice["index"], prompt, columns.token_ids, columns.logprobs, choice["finish_reason"], _spans(choice),
-        columns.sampling_mask, columns.mask_truncated, columns.sampling_logprobs, columns.kept_logprob,
+        number,
+        choice["index"],
+        prompt,
+        columns.token_ids,
+        columns.logprobs,
+        choice["finish_reason"],
+        _spans(choice),
+        columns.sampling_mask,
+        columns.mask_truncated,
+        columns.sampling_logprobs,
+        columns.kept_logprob,
         _spans(choice, "prompt_weight_versions"),
-    )  # fmt: skip
+    )
 
 
 def read_delta(choice: Mapping[str, Any]) -> RolloutDelta:

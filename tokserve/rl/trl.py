@@ -158,9 +158,13 @@ class TokserveVLLMClient(vllm_client.VLLMClient):  # type: ignore[misc]
     get_server_info = vllm_config  # TRL's name
 
     def generate(
-        self, prompts: Any, features: Any = None, *args: Any, generation_kwargs: dict[str, Any] | None = None,
+        self,
+        prompts: Any,
+        features: Any = None,
+        *args: Any,
+        generation_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Generate as TRL's client does, with logprobs of the distribution at the temperature."""
         generate = super().generate
 
@@ -317,9 +321,12 @@ class RolloutFunction:
         sampling = sampling_of(trainer) | self._sampling
         groups = [(row, len(list(same))) for row, same in itertools.groupby(ids)]
         seeds = self._seeds.draw(
-            len(groups), run_seed=int(trainer.args.seed), step=int(trainer.state.global_step),
-            training=trainer.model.training, process=trainer.accelerator.process_index,
-        )  # fmt: skip
+            len(groups),
+            run_seed=int(trainer.args.seed),
+            step=int(trainer.state.global_step),
+            training=trainer.model.training,
+            process=trainer.accelerator.process_index,
+        )
         async with TokserveClient(self._url, api_key=self._api_key) as client:
             calls = [
                 client.generate([row], n=n, seeds=None if "seed" in sampling else [seed], **sampling)
@@ -334,6 +341,11 @@ def prompt_ids(prompts: list[Any], trainer: Any) -> list[list[int]]:
     if isinstance(prompts[0], str):
         return tokenizer(text=prompts)["input_ids"]
     return tokenizer.apply_chat_template(
-        conversation=prompts, tools=trainer.tools or None, chat_template=trainer.chat_template,
-        add_generation_prompt=True, tokenize=True, return_dict=True, **trainer.chat_template_kwargs,
-    )["input_ids"]  # fmt: skip
+        conversation=prompts,
+        tools=trainer.tools or None,
+        chat_template=trainer.chat_template,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        **trainer.chat_template_kwargs,
+    )["input_ids"]

@@ -11,16 +11,30 @@ from typing import Any
 
 LOGPROBS_MODE = "temperature"  # TRL's losses are over the whole vocabulary at the temperature
 PASSED = (  # fields of GRPOConfig that `sampling_of` and the callers send in a request's terms
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length", "generation_kwargs",
-    "chat_template_kwargs", "num_generations", "num_generations_eval", "vllm_structured_outputs_regex",
-)  # fmt: skip
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "max_completion_length",
+    "generation_kwargs",
+    "chat_template_kwargs",
+    "num_generations",
+    "num_generations_eval",
+    "vllm_structured_outputs_regex",
+)
 OTHERS = (  # beginnings of names that are not about generation: the loss, and where TRL's own client finds a server
-    "vllm_importance_sampling_", "vllm_server_", "vllm_group_port", "vllm_mode",
-)  # fmt: skip
+    "vllm_importance_sampling_",
+    "vllm_server_",
+    "vllm_group_port",
+    "vllm_mode",
+)
 OF_TRANSFORMERS = (
-    "cache_implementation", "use_transformers_paged", "use_transformers_continuous_batching",
+    "cache_implementation",
+    "use_transformers_paged",
+    "use_transformers_continuous_batching",
     "transformers_continuous_batching_config",
-)  # fmt: skip
+)
 SET_BY_CALLERS = ("n", "logprobs", "logprobs_format")  # of generation_kwargs: the trainer's own, not to be replaced
 
 
@@ -33,12 +47,20 @@ def sampling_of(trainer: Any) -> dict[str, Any]:
         if name in extra:
             raise ValueError(f"generation_kwargs: {name} cannot be set here, the trainer has its own")
     regex = args.vllm_structured_outputs_regex
-    return {
-        "temperature": trainer.temperature, "top_p": trainer.top_p, "top_k": max(trainer.top_k, 0),
-        "min_p": trainer.min_p or 0.0, "repetition_penalty": trainer.repetition_penalty,
-        "max_tokens": trainer.max_completion_length, "logprobs_mode": LOGPROBS_MODE,
-        "stop_token_ids": sorted(trainer.eos_token_ids),
-    } | ({} if regex is None else {"structured_outputs": {"regex": regex}}) | extra  # fmt: skip
+    return (
+        {
+            "temperature": trainer.temperature,
+            "top_p": trainer.top_p,
+            "top_k": max(trainer.top_k, 0),
+            "min_p": trainer.min_p or 0.0,
+            "repetition_penalty": trainer.repetition_penalty,
+            "max_tokens": trainer.max_completion_length,
+            "logprobs_mode": LOGPROBS_MODE,
+            "stop_token_ids": sorted(trainer.eos_token_ids),
+        }
+        | ({} if regex is None else {"structured_outputs": {"regex": regex}})
+        | extra
+    )
 
 
 def check_settings(args: Any, *, vllm: bool = False) -> None:

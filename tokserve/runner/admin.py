@@ -124,9 +124,11 @@ class Admin:
         coordinates = self._sync.coordinates(self._runner.model)
         tensors = {name: [dtype_name(dtype), list(shape)] for name, (dtype, shape) in coordinates.described.items()}
         return {
-            "tensors": tensors, "tied": coordinates.tied, "renames": [list(pair) for pair in coordinates.renames],
+            "tensors": tensors,
+            "tied": coordinates.tied,
+            "renames": [list(pair) for pair in coordinates.renames],
             "delta_refusal": coordinates.refusal() if self._has_weights else "there are no weights now",
-        }  # fmt: skip
+        }
 
     def _plan_chain(self, **args: Any) -> dict[str, Any] | None:
         return self._sync.plan_chain(self._runner.model if self._has_weights else None, **args)

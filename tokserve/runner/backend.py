@@ -25,7 +25,12 @@ from tokserve.runner.steps import PendingResult
 
 WARM_UPS: tuple[dict[str, Any], ...] = (  # sampling parameters; all but the first only compile kernels
     {
-        "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1, "logprobs": 1,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.01,
+        "repetition_penalty": 1.1,
+        "logprobs": 1,
         "prompt_logprobs": 1,
     },
     {"temperature": 0.0},
@@ -35,7 +40,7 @@ WARM_UPS: tuple[dict[str, Any], ...] = (  # sampling parameters; all but the fir
         {"temperature": 0.5, "logprobs": k, "logprobs_mode": mode} | filtered
         for k, mode, filtered in product((0, 5, 20), ("raw", "temperature"), ({}, {"top_k": 5}))
     ),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)

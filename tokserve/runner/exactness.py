@@ -34,9 +34,10 @@ def unequal_products(model: Decoder) -> list[str]:
     for path, linear in model.named_linears().items():
         linears.setdefault((path.rpartition(".")[2], linear.inputs, linear.outputs), linear)
     unequal = [
-        name for (name, *_), linear in linears.items()
+        name
+        for (name, *_), linear in linears.items()
         if not is_batch_invariant(_plain(linear), linear.inputs, linear.dtype)
-    ]  # fmt: skip
+    ]
     unequal += [f"the gate of {name}" for (name, *_), linear in linears.items() if not _gates_alike(linear)]
     if not is_batch_invariant(_plain(model.logits), model.spec.hidden, model.dtype):
         unequal.append("head")
@@ -103,9 +104,11 @@ def attends_alike(probe: AttentionProbe, cache: Tensor) -> bool:
     whole = attend((0, PROMPT))
     step, chunk = attend((PROMPT - 1, PROMPT), (0, 1)), attend((PROMPT - CHUNK, PROMPT), (0, 1))
     return (
-        torch.equal(step[0], whole[-1]) and torch.equal(step[1], whole[0])
-        and torch.equal(chunk[:CHUNK], whole[-CHUNK:]) and torch.equal(chunk[CHUNK], whole[0])
-    )  # fmt: skip
+        torch.equal(step[0], whole[-1])
+        and torch.equal(step[1], whole[0])
+        and torch.equal(chunk[:CHUNK], whole[-CHUNK:])
+        and torch.equal(chunk[CHUNK], whole[0])
+    )
 
 
 def _plain(product: Callable[[Tensor], Tensor]) -> Product:

@@ -36,16 +36,26 @@ class HostBackend:
     keeps_memory = False
 
     def __init__(
-        self, device: Device, specs: tuple[LayerSpec, ...], config: Config, max_model_len: int, spec: DecoderSpec,
-        draft: Draft | None = None, ranks: Ranks = ONE,
-    ) -> None:  # fmt: skip
+        self,
+        device: Device,
+        specs: tuple[LayerSpec, ...],
+        config: Config,
+        max_model_len: int,
+        spec: DecoderSpec,
+        draft: Draft | None = None,
+        ranks: Ranks = ONE,
+    ) -> None:
         max_num_seqs = config.scheduler.rows
         self.device = device
         self.layout = kvcache.layout(
-            specs, config.cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
-            free_bytes=max(0, device.free_memory()), most_drafts=config.speculation.resolved().num_drafts,
+            specs,
+            config.cache,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            free_bytes=max(0, device.free_memory()),
+            most_drafts=config.speculation.resolved().num_drafts,
             agree=ranks.minimum,
-        )  # fmt: skip
+        )
         self.slots = HostSlots(max_num_seqs, max_model_len, self.layout.block_size)
         self.kv: Pages = kvcache.allocate(self.layout)
         layout = self.layout

@@ -90,8 +90,11 @@ class HostSlots(Slots):
         if self._last_columns is None or self._last_columns[0] != key:
             seeds, greedy, temperature = self.seeds[slots], self.greedy[slots], self.temperature[slots]
             self._last_columns = (
-                key, torch.from_numpy(seeds), torch.from_numpy(greedy), torch.from_numpy(temperature),
-            )  # fmt: skip
+                key,
+                torch.from_numpy(seeds),
+                torch.from_numpy(greedy),
+                torch.from_numpy(temperature),
+            )
         _, seeds_, greedy_, temperature_ = self._last_columns
         return SamplingColumns(seeds_, torch.from_numpy(lengths), greedy_, temperature_)
 
@@ -154,10 +157,16 @@ class HostSlots(Slots):
         if self.states is not None:
             states, batch.states = blank_columns(rows)
         return DecodeBatch(
-            batch, batch.query_start.numpy(), batch.input_ids.numpy(), batch.positions.numpy(), batch.seq_lens.numpy(),
-            batch.block_tables.numpy(), batch.slot_mapping.numpy(),
-            None if batch.adapters is None else batch.adapters.numpy(), states,
-        )  # fmt: skip
+            batch,
+            batch.query_start.numpy(),
+            batch.input_ids.numpy(),
+            batch.positions.numpy(),
+            batch.seq_lens.numpy(),
+            batch.block_tables.numpy(),
+            batch.slot_mapping.numpy(),
+            None if batch.adapters is None else batch.adapters.numpy(),
+            states,
+        )
 
     def fill(self, plan: StepPlan, into: DecodeBatch) -> None:
         """Put the rows of a decode plan into a batch of as many tokens."""
@@ -209,8 +218,9 @@ class HostSlots(Slots):
         index = torch.from_numpy(rows)
         return LogitsRows(
             torch.from_numpy(last_indices(np.add.accumulate(plan.num_tokens, dtype=np.int64), counts)),
-            torch.from_numpy(query_start), batch.seq_lens.index_select(0, index),
+            torch.from_numpy(query_start),
+            batch.seq_lens.index_select(0, index),
             batch.block_tables.index_select(0, index),
             None if batch.adapters is None else torch.from_numpy(self.adapters[plan.slots].repeat(counts)),
             None if batch.bidirectional is None else batch.bidirectional.index_select(0, index),
-        )  # fmt: skip
+        )

@@ -29,8 +29,11 @@ MAX_SNAPSHOTS = 1 << 16
 MAX_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
 RESCALE_CHUNK = 1 << 24  # numbers converted at a time
 DTYPES = {
-    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, FLOAT8: torch.float8_e4m3fn,
-}  # fmt: skip
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    FLOAT8: torch.float8_e4m3fn,
+}
 
 logger = logging.getLogger(__name__)
 
@@ -125,8 +128,9 @@ def _states(
     if enabled and not snapshots and cache.state_snapshot_memory_bytes:
         logger.warning(
             "a recurrent state takes %s, and there is room for no snapshot: prefixes are not reused; raise "
-            "--state-snapshot-memory-bytes", gib(size),
-        )  # fmt: skip
+            "--state-snapshot-memory-bytes",
+            gib(size),
+        )
     return StateLayout(slots, min(snapshots, MAX_SNAPSHOTS), interval, spare)
 
 

@@ -263,9 +263,14 @@ class Penalties(Processor):
         prompt_lens = buffer.tensor(rows.prompt_lens[index].astype(np.int32))
         history = self._slots.history(slots, int(lengths.max()))
         penalized = ops.penalize(
-            buffer.rows(index), history, prompt_lens, buffer.tensor(lengths.astype(np.int32)),
-            presence, frequency, repetition,
-        )  # fmt: skip
+            buffer.rows(index),
+            history,
+            prompt_lens,
+            buffer.tensor(lengths.astype(np.int32)),
+            presence,
+            frequency,
+            repetition,
+        )
         extreme = self._extreme[slots]
         if extreme.any():
             clamped = buffer.tensor(extreme)[:, None] & (buffer.rows(index) > -INF)  # forbidden ids stay so

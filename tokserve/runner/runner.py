@@ -50,9 +50,12 @@ class Runner:
         self.backend = backend
         self._slots = backend.slots
         self._sampler = Sampler(
-            backend.slots, model.spec.vocab, config.model.logprobs_mode, backend.device,
+            backend.slots,
+            model.spec.vocab,
+            config.model.logprobs_mode,
+            backend.device,
             max_mask=config.model.max_sampling_mask,
-        )  # fmt: skip
+        )
         self.features = FeatureTable(model.spec.hidden, model.dtype, backend.device.torch_device, encoder)
         self._pooler = Pooler(model.spec.hidden)
         draft = backend.draft

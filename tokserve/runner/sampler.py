@@ -232,9 +232,14 @@ class Sampler:
         """Sample rows that need a temperature at most, and logprobs of one form."""
         k, kind = (-1, 0) if form == _NONE else divmod(form, _KINDS)
         sampled = ops.sample_fused(
-            logits, columns.seeds, columns.lengths, columns.greedy, columns.temperature if scaling else None,
-            LOGPROBS_MODES[kind] == "temperature", k,
-        )  # fmt: skip
+            logits,
+            columns.seeds,
+            columns.lengths,
+            columns.greedy,
+            columns.temperature if scaling else None,
+            LOGPROBS_MODES[kind] == "temperature",
+            k,
+        )
         if k < 0:
             return PendingSample(sampled[0], self._device.fetch(sampled[:2]))
         return PendingSample(sampled[0], self._device.fetch(sampled), parts=(None,))
@@ -344,9 +349,11 @@ def scatter(count: int, parts: list[tuple[Int64, LogprobRows]]) -> LogprobRows:
     """Rows of different widths in their places; the rest is zeros."""
     width = max(part.top_ids.shape[1] for _, part in parts)
     out = LogprobRows(
-        np.zeros(count, np.float32), np.zeros(count, np.int32),
-        np.zeros((count, width), np.int32), np.zeros((count, width), np.float32),
-    )  # fmt: skip
+        np.zeros(count, np.float32),
+        np.zeros(count, np.int32),
+        np.zeros((count, width), np.int32),
+        np.zeros((count, width), np.float32),
+    )
     for index, part in parts:
         k = part.top_ids.shape[1]
         out.token_logprobs[index], out.ranks[index] = part.token_logprobs, part.ranks

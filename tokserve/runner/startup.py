@@ -159,12 +159,18 @@ def _model(config: Config, target: Device | Accelerator, ranks: Ranks) -> Decode
         hf = import_module("tokserve.families.hf.config").with_architecture(hf)
     hf = with_token_ids(Path(options.tokenizer or directory), hf)
     common: dict[str, Any] = {
-        "dtype": options.dtype, "head_dtype": options.head_dtype, "load_format": options.load_format,
-        "seed": options.seed, "quantization": options.quantization, "quantize_lm_head": options.quantize_lm_head,
-        "group_size": options.quantization_group_size, "quantization_activations": options.quantization_activations,
-        "float8_cache": config.cache.kv_cache_dtype != "auto", "max_model_len": options.max_model_len,
+        "dtype": options.dtype,
+        "head_dtype": options.head_dtype,
+        "load_format": options.load_format,
+        "seed": options.seed,
+        "quantization": options.quantization,
+        "quantize_lm_head": options.quantize_lm_head,
+        "group_size": options.quantization_group_size,
+        "quantization_activations": options.quantization_activations,
+        "float8_cache": config.cache.kv_cache_dtype != "auto",
+        "max_model_len": options.max_model_len,
         "admit": partial(_admit, target, options),
-    }  # fmt: skip
+    }
     if is_classifier(hf) and (options.model_impl == "transformers" or not is_known(hf)):
         decoder_spec(hf)  # raises StartError
         raise StartError("option model_impl: a classifier is not served by transformers' module")
@@ -181,10 +187,14 @@ def _model(config: Config, target: Device | Accelerator, ranks: Ranks) -> Decode
             return _through_transformers(directory, hf, refusal, common)
         raise
     return models.load(
-        directory, hf,
-        has_float8=target.has_float8, needs_head=options.runner != "pooling", group=ranks.group, stage=ranks.stage,
+        directory,
+        hf,
+        has_float8=target.has_float8,
+        needs_head=options.runner != "pooling",
+        group=ranks.group,
+        stage=ranks.stage,
         **common,
-    )  # fmt: skip
+    )
 
 
 def _admit(target: Device | Accelerator, options: ModelConfig, size: int) -> None:
@@ -223,9 +233,14 @@ def _draft(config: Config, target: Device | Accelerator, model: Decoder) -> Draf
     if plan.method != "draft_model":
         return None
     options = msgspec.structs.replace(
-        config.model, model=plan.model, quantization=plan.quantization, quantize_lm_head=plan.quantization is not None,
-        head_dtype="auto", hf_overrides=None, model_impl="auto",
-    )  # fmt: skip
+        config.model,
+        model=plan.model,
+        quantization=plan.quantization,
+        quantize_lm_head=plan.quantization is not None,
+        head_dtype="auto",
+        hf_overrides=None,
+        model_impl="auto",
+    )
     second = _model(msgspec.structs.replace(config, model=options), target, ONE)
     if second.spec.vocab != model.spec.vocab:
         raise StartError(
@@ -258,9 +273,14 @@ def make_backend(
 
 
 def join_ranks(
-    rank: int, tensor: int, stages: int, put: Callable[[str, bytes], None], get: Callable[[str], bytes], kind: str,
+    rank: int,
+    tensor: int,
+    stages: int,
+    put: Callable[[str, bytes], None],
+    get: Callable[[str], bytes],
+    kind: str,
     address: str,
-) -> Ranks:  # fmt: skip
+) -> Ranks:
     """Meet the other ranks, which put values under keys that this one can get, and the other way round."""
     target = device.use(kind)
     store, nccl = EngineStore(put, get), isinstance(target, Accelerator)

@@ -72,65 +72,184 @@ TOKENS, CHAT = generate.GenerateBody, schemas.ChatBody
 WAITED = "X-Waited-For"  # the header of a reply whose request came when no tokens were made: the state
 EMBEDDINGS = (embeddings.EmbeddingReply, OCTETS)
 ENDPOINTS = (
-    Endpoint(POST, "/inference/v1/generate", generate.generate_tokens, TOKENS, reply=generate.GenerateReply,
-             runner="generate"),
-    Endpoint(POST, "/skyrl/v1/generate", generate.generate_tokens, TOKENS, reply=generate.GenerateReply,
-             runner="generate"),
-    *(Endpoint(POST, path, aborts.abort_requests, aborts.AbortBody, reply=aborts.AbortReply, raises=BODY)
-      for path in ("/inference/v1/abort_requests", "/abort_requests")),
+    Endpoint(
+        POST,
+        "/inference/v1/generate",
+        generate.generate_tokens,
+        TOKENS,
+        reply=generate.GenerateReply,
+        runner="generate",
+    ),
+    Endpoint(
+        POST, "/skyrl/v1/generate", generate.generate_tokens, TOKENS, reply=generate.GenerateReply, runner="generate"
+    ),
+    *(
+        Endpoint(POST, path, aborts.abort_requests, aborts.AbortBody, reply=aborts.AbortReply, raises=BODY)
+        for path in ("/inference/v1/abort_requests", "/abort_requests")
+    ),
     Endpoint(POST, "/v1/chat/completions", chat.chat, CHAT, text=True, reply=chat.ChatReply, runner="generate"),
-    Endpoint(POST, "/v1/chat/completions/tokens", chat.chat_tokens, CHAT, text=True, reply=chat.ChatReply,
-             runner="generate"),
-    Endpoint(POST, "/v1/completions", completions.completions, schemas.CompletionBody,
-             reply=completions.CompletionReply, runner="generate"),
-    Endpoint(POST, "/v1/embeddings", embeddings.embeddings, embeddings.EmbeddingBody, reply=EMBEDDINGS,
-             runner="pooling", raises=POOLING),
-    Endpoint(POST, "/pooling", embeddings.vectors, embeddings.VectorsBody, reply=(embeddings.VectorsReply, OCTETS),
-             runner="pooling", raises=POOLING),
-    Endpoint(POST, "/v2/embed", cohere.embed, cohere.CohereBody, reply=cohere.CohereReply, runner="pooling",
-             raises=POOLING),
-    Endpoint(POST, "/classify", classify.classify, classify.ClassifyBody, reply=classify.ClassifyReply,
-             runner="pooling", raises=POOLING),
-    *(Endpoint(POST, path, score.score, score.ScoreBody, reply=score.ScoreReply, runner="pooling", raises=POOLING)
-      for path in score.PATHS),
-    *(Endpoint(POST, path, rerank.rerank, rerank.RerankBody, reply=rerank.RerankReply, runner="pooling",
-               raises=POOLING) for path in rerank.PATHS),
-    Endpoint(POST, "/v1/responses", responses.create, schemas.ResponsesBody, text=True,
-             reply=responses.ResponsesReply, runner="generate"),
+    Endpoint(
+        POST, "/v1/chat/completions/tokens", chat.chat_tokens, CHAT, text=True, reply=chat.ChatReply, runner="generate"
+    ),
+    Endpoint(
+        POST,
+        "/v1/completions",
+        completions.completions,
+        schemas.CompletionBody,
+        reply=completions.CompletionReply,
+        runner="generate",
+    ),
+    Endpoint(
+        POST,
+        "/v1/embeddings",
+        embeddings.embeddings,
+        embeddings.EmbeddingBody,
+        reply=EMBEDDINGS,
+        runner="pooling",
+        raises=POOLING,
+    ),
+    Endpoint(
+        POST,
+        "/pooling",
+        embeddings.vectors,
+        embeddings.VectorsBody,
+        reply=(embeddings.VectorsReply, OCTETS),
+        runner="pooling",
+        raises=POOLING,
+    ),
+    Endpoint(
+        POST, "/v2/embed", cohere.embed, cohere.CohereBody, reply=cohere.CohereReply, runner="pooling", raises=POOLING
+    ),
+    Endpoint(
+        POST,
+        "/classify",
+        classify.classify,
+        classify.ClassifyBody,
+        reply=classify.ClassifyReply,
+        runner="pooling",
+        raises=POOLING,
+    ),
+    *(
+        Endpoint(POST, path, score.score, score.ScoreBody, reply=score.ScoreReply, runner="pooling", raises=POOLING)
+        for path in score.PATHS
+    ),
+    *(
+        Endpoint(
+            POST, path, rerank.rerank, rerank.RerankBody, reply=rerank.RerankReply, runner="pooling", raises=POOLING
+        )
+        for path in rerank.PATHS
+    ),
+    Endpoint(
+        POST,
+        "/v1/responses",
+        responses.create,
+        schemas.ResponsesBody,
+        text=True,
+        reply=responses.ResponsesReply,
+        runner="generate",
+    ),
     Endpoint(("GET", "DELETE"), "/v1/responses/{id}", responses.stored, text=True, raises=MISSING),
     Endpoint(GET, "/v1/responses/{id}/input_items", responses.stored, text=True, raises=MISSING),
     Endpoint(POST, "/v1/responses/{id}/cancel", responses.stored, text=True, raises=MISSING),
-    Endpoint(POST, "/v1/messages", messages.create, MessagesBody, text=True, reply=MessagesReply, errors=ANTHROPIC,
-             runner="generate"),
-    Endpoint(POST, "/v1/messages/count_tokens", messages.count_tokens, CountTokensBody, text=True,
-             reply=messages.TokenCount, errors=ANTHROPIC, raises=PROMPT),
-    Endpoint(POST, "/v1/messages/render", messages.render, MessagesBody, text=True, reply=render.Rendered,
-             errors=ANTHROPIC, raises=PROMPT),
-    Endpoint(POST, "/v1/chat/completions/render", render.render_chat, CHAT, text=True, reply=render.Rendered,
-             raises=PROMPT),
-    Endpoint(POST, "/v1/completions/render", render.render_completions, schemas.CompletionBody, text=True,
-             reply=list[render.Rendered], raises=PROMPT),
-    Endpoint(POST, "/v1/chat/completions/derender", derender.derender_chat, derender.DerenderChatBody, text=True,
-             reply=chat.ChatReply, raises=PROMPT),
-    Endpoint(POST, "/v1/completions/derender", derender.derender_completions, derender.DerenderCompletionBody,
-             text=True, reply=completions.CompletionReply, raises=PROMPT),
+    Endpoint(
+        POST,
+        "/v1/messages",
+        messages.create,
+        MessagesBody,
+        text=True,
+        reply=MessagesReply,
+        errors=ANTHROPIC,
+        runner="generate",
+    ),
+    Endpoint(
+        POST,
+        "/v1/messages/count_tokens",
+        messages.count_tokens,
+        CountTokensBody,
+        text=True,
+        reply=messages.TokenCount,
+        errors=ANTHROPIC,
+        raises=PROMPT,
+    ),
+    Endpoint(
+        POST,
+        "/v1/messages/render",
+        messages.render,
+        MessagesBody,
+        text=True,
+        reply=render.Rendered,
+        errors=ANTHROPIC,
+        raises=PROMPT,
+    ),
+    Endpoint(
+        POST, "/v1/chat/completions/render", render.render_chat, CHAT, text=True, reply=render.Rendered, raises=PROMPT
+    ),
+    Endpoint(
+        POST,
+        "/v1/completions/render",
+        render.render_completions,
+        schemas.CompletionBody,
+        text=True,
+        reply=list[render.Rendered],
+        raises=PROMPT,
+    ),
+    Endpoint(
+        POST,
+        "/v1/chat/completions/derender",
+        derender.derender_chat,
+        derender.DerenderChatBody,
+        text=True,
+        reply=chat.ChatReply,
+        raises=PROMPT,
+    ),
+    Endpoint(
+        POST,
+        "/v1/completions/derender",
+        derender.derender_completions,
+        derender.DerenderCompletionBody,
+        text=True,
+        reply=completions.CompletionReply,
+        raises=PROMPT,
+    ),
     Endpoint(GET, "/tokenizer_info", render.describe, text=True, reply=render.TokenizerDescription),
-    Endpoint(POST, "/tokenize", tokenize.tokenize, schemas.TokenizeBody, text=True, reply=tokenize.TokenizeReply,
-             raises=PROMPT),
-    Endpoint(POST, "/detokenize", tokenize.detokenize, schemas.DetokenizeBody, text=True,
-             reply=tokenize.DetokenizeReply, raises=PROMPT),
+    Endpoint(
+        POST,
+        "/tokenize",
+        tokenize.tokenize,
+        schemas.TokenizeBody,
+        text=True,
+        reply=tokenize.TokenizeReply,
+        raises=PROMPT,
+    ),
+    Endpoint(
+        POST,
+        "/detokenize",
+        tokenize.detokenize,
+        schemas.DetokenizeBody,
+        text=True,
+        reply=tokenize.DetokenizeReply,
+        raises=PROMPT,
+    ),
     Endpoint(GET, "/v1/models", introspection.models, reply=introspection.ModelList),
     Endpoint(GET, "/v1/models/{id:path}", introspection.model, reply=introspection.ModelCard, raises=ENGINE | MISSING),
     Endpoint(GET, "/health", introspection.health, reply=types.EmptyObject, query=(("deep", bool),)),
     Endpoint(("GET", "POST"), "/ping", introspection.health, reply=types.EmptyObject, query=(("deep", bool),)),
     Endpoint(POST, "/invocations", invocations.invocations, invocations.InvocationBody, reply=types.JsonObject),
-    Endpoint(GET, "/ready", introspection.readiness, reply=introspection.Readiness,
-             also=((503, introspection.Readiness),)),
+    Endpoint(
+        GET, "/ready", introspection.readiness, reply=introspection.Readiness, also=((503, introspection.Readiness),)
+    ),
     Endpoint(GET, "/version", introspection.version, reply=types.Version, raises=NEVER),
     Endpoint(GET, "/metrics", introspection.prometheus_metrics, reply=TEXT, guarded=True),
     Endpoint(GET, "/load", introspection.load, reply=types.ServerLoad, guarded=True),
-    Endpoint(GET, "/server_info", introspection.configuration, reply=types.JsonObject, guarded=True,
-             raises=ENGINE | {400}, query=(("config_format", Literal["json", "text"]),)),
+    Endpoint(
+        GET,
+        "/server_info",
+        introspection.configuration,
+        reply=types.JsonObject,
+        guarded=True,
+        raises=ENGINE | {400},
+        query=(("config_format", Literal["json", "text"]),),
+    ),
     Endpoint(GET, "/openapi.json", introspection.openapi_schema, reply=types.JsonObject, raises=NEVER),
     Endpoint(GET, "/docs", api_pages.swagger, reply=HTML, page=True, raises=NEVER),
     Endpoint(GET, "/redoc", api_pages.redoc, reply=HTML, page=True, raises=NEVER),
@@ -139,8 +258,15 @@ ENDPOINTS = (
     Endpoint(GET, "/kv_event_sources", state.kv_event_sources, reply=list[types.JsonObject], guarded=True),
     Endpoint(GET, "/is_paused", state.is_paused, reply=types.IsPaused, guarded=True),
     Endpoint(GET, "/is_sleeping", state.is_sleeping, reply=types.IsSleeping, guarded=True),
-    Endpoint(GET, "/weight_info", weight_routes.served_weights, reply=types.ServedWeights, guarded=True, raises=COMMAND,
-             query=(("checksum", bool), ("tensors", bool))),
+    Endpoint(
+        GET,
+        "/weight_info",
+        weight_routes.served_weights,
+        reply=types.ServedWeights,
+        guarded=True,
+        raises=COMMAND,
+        query=(("checksum", bool), ("tensors", bool)),
+    ),
     Endpoint(GET, "/get_world_size", state.get_world_size, reply=types.WorldSize, query=(("include_dp", bool),)),
     *(
         Endpoint(POST, path, handler, kind, control=True, reply=reply)
@@ -151,10 +277,16 @@ ENDPOINTS = (
             *trainers.ROUTES,
         )
     ),
-    Endpoint(GET, "/inference/v1/requests", live_requests.list_requests, reply=live_requests.LiveRequests,
-             control=True, query=(("limit", int),)),
+    Endpoint(
+        GET,
+        "/inference/v1/requests",
+        live_requests.list_requests,
+        reply=live_requests.LiveRequests,
+        control=True,
+        query=(("limit", int),),
+    ),
     Endpoint(GET, "/", status_page.page, reply=HTML, page=True, raises=NEVER),
-)  # fmt: skip
+)
 CONTROL = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.control)
 SGLANG_PATHS = frozenset(endpoint.path for endpoint in sglang.ENDPOINTS)
 
@@ -202,9 +334,12 @@ def build_app(
     several API processes this is.  `trace`: makes an observer for each request from its headers.
     """
     app = Api(
-        title="tokserve", version=tokserve.__version__, openapi_url=None, openapi_tags=openapi.TAGS,
+        title="tokserve",
+        version=tokserve.__version__,
+        openapi_url=None,
+        openapi_tags=openapi.TAGS,
         telemetry={"tracing": False, "metrics": False, "logs": False},  # FastAPI's; ours are in `tracing` and `metrics`
-    )  # fmt: skip
+    )
     app.state.draining = False
     app.state.serving = serving = Serving(
         llm, config, app.state, keep_alive=keep_alive, api_process=api_process, trace=trace
@@ -219,11 +354,13 @@ def build_app(
     server = config.server
     hosts = server.allowed_hosts
     keys = Keys(
-        server.api_key or [], server.admin_api_key or [], remote_control=server.allow_remote_control,
+        server.api_key or [],
+        server.admin_api_key or [],
+        remote_control=server.allow_remote_control,
         control=frozenset(endpoint.path for endpoint in table if endpoint.control),
         hosts=None if hosts is None or "*" in hosts else hosts,
         guarded=frozenset(endpoint.path for endpoint in table if endpoint.guarded),
-    )  # fmt: skip
+    )
     app.add_middleware(Guard, keys=keys, endpoints=table)
     app.add_middleware(RequestIds, makes_ids=config.replies.enable_request_id_headers)
     add_cors(app, config.cors)
@@ -239,11 +376,19 @@ def _routes(endpoint: Endpoint, refuses: bool, is_served: bool) -> tuple[Route, 
     handler = _with_error_responses(introspection.refuse_text_route if refuses else endpoint.handler, endpoint)
     routes: list[Route] = []
     for method in endpoint.methods:
-        routes.append(EndpointRoute(
-            endpoint.path, handler, methods=[method], name=endpoint.path, response_model=None, response_class=Response,
-            status_code=200 if endpoint.replies else min(endpoint.statuses), include_in_schema=is_served,
-            **openapi.route_options(endpoint, method),
-        ))  # fmt: skip
+        routes.append(
+            EndpointRoute(
+                endpoint.path,
+                handler,
+                methods=[method],
+                name=endpoint.path,
+                response_model=None,
+                response_class=Response,
+                status_code=200 if endpoint.replies else min(endpoint.statuses),
+                include_in_schema=is_served,
+                **openapi.route_options(endpoint, method),
+            )
+        )
         if method == "GET":
             routes.append(Route(endpoint.path, handler, methods=["HEAD"], include_in_schema=False))
     return tuple(routes)
@@ -309,8 +454,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
         allowed = ", ".join(sorted({method for route in routes for method in route.methods}))
         patterns = [route.path for route in routes if "{" in route.path]
         if request.method == "POST" and len(patterns) == len(routes):  # the name of an action, and not of a thing
-            missing = NotFound(f"there is no route {request.method} {path}; {patterns[0]} takes {allowed}",
-                               code="unknown_route")  # fmt: skip
+            missing = NotFound(
+                f"there is no route {request.method} {path}; {patterns[0]} takes {allowed}", code="unknown_route"
+            )
             return errors.response(missing, {"Allow": allowed}, shape)
         wrong_method = errors.WrongMethod(f"{path} takes {allowed}, not {request.method}")
         return errors.response(wrong_method, {"Allow": allowed}, shape)

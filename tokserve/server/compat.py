@@ -226,23 +226,47 @@ TOKEN_PARAMS: FieldTable = {name: _ignored() for name in PARAMS_WITHOUT_EFFECT} 
 }
 # of SGLang's /generate; blank values have no effect either
 SGLANG: FieldTable = {
-    "session_id": _ignored(), "routing_key": _ignored(), "custom_labels": _ignored(), "log_metrics": _ignored(),
-    "background": _ignored(), "modalities": _ignored(), "no_logs": _ignored(), "received_time": _ignored(),
-    "validation_time": _ignored(), "conversation_id": _ignored(), "http_worker_ipc": _ignored(),
+    "session_id": _ignored(),
+    "routing_key": _ignored(),
+    "custom_labels": _ignored(),
+    "log_metrics": _ignored(),
+    "background": _ignored(),
+    "modalities": _ignored(),
+    "no_logs": _ignored(),
+    "received_time": _ignored(),
+    "validation_time": _ignored(),
+    "conversation_id": _ignored(),
+    "http_worker_ipc": _ignored(),
     "external_trace_header": _ignored(),
-    "input_embeds": _refused(), "image_data": _refused(), "video_data": _refused(), "audio_data": _refused(),
-    "session_params": _refused(), "custom_logit_processor": _refused(), "return_hidden_states": _refused(False),
-    "return_routed_experts": _refused(False), "return_indexer_topk": _refused(False),
-    "return_entropy": _refused(False), "bootstrap_host": _refused(),
-    "bootstrap_port": _refused(), "bootstrap_room": _refused(), "routed_experts_start_len": _refused(0),
+    "input_embeds": _refused(),
+    "image_data": _refused(),
+    "video_data": _refused(),
+    "audio_data": _refused(),
+    "session_params": _refused(),
+    "custom_logit_processor": _refused(),
+    "return_hidden_states": _refused(False),
+    "return_routed_experts": _refused(False),
+    "return_indexer_topk": _refused(False),
+    "return_entropy": _refused(False),
+    "bootstrap_host": _refused(),
+    "bootstrap_port": _refused(),
+    "bootstrap_room": _refused(),
+    "routed_experts_start_len": _refused(0),
     "sampling_logprobs_mode": _refused("", note="use return_sampling_mask"),
-}  # fmt: skip
+}
 # of its /classify and /encode
 SGLANG_POOLING: FieldTable = POOLING | {
-    "background": _ignored(), "log_metrics": _ignored(), "sampling_params": _ignored({}), "routing_key": _ignored(),
-    "input_embeds": _refused([]), "image_data": _refused([], ""), "video_data": _refused([], ""),
-    "audio_data": _refused([], ""), "is_cross_encoder_request": _refused(False), "lora_path": _refused("", []),
-}  # fmt: skip
+    "background": _ignored(),
+    "log_metrics": _ignored(),
+    "sampling_params": _ignored({}),
+    "routing_key": _ignored(),
+    "input_embeds": _refused([]),
+    "image_data": _refused([], ""),
+    "video_data": _refused([], ""),
+    "audio_data": _refused([], ""),
+    "is_cross_encoder_request": _refused(False),
+    "lora_path": _refused("", []),
+}
 # and of the sampling_params of /generate
 SGLANG_PARAMS: FieldTable = {
     "stop_regex": _refused([], "", note="use stop, stop_token_ids or regex"),
@@ -252,27 +276,67 @@ SGLANG_PARAMS: FieldTable = {
 }
 # names of structured outputs elsewhere, with the values that have no effect (null never has one)
 OTHER_NAMES: dict[str, tuple[Any, ...]] = {
-    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "guided_json_object": (False,),
-    "guided_decoding": (), "guided_decoding_backend": (), "guided_whitespace_pattern": (), "regex": (), "ebnf": (),
-    "json_schema": (), "grammar": ("",),
-}  # fmt: skip
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json_object": (False,),
+    "guided_decoding": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "regex": (),
+    "ebnf": (),
+    "json_schema": (),
+    "grammar": ("",),
+}
 # options inside structured_outputs, likewise
 IGNORED_OPTIONS: dict[str, tuple[Any, ...]] = {
-    "disable_fallback": (False,), "structural_tag": (), "_backend": (), "_backend_was_auto": (False,),
-}  # fmt: skip
+    "disable_fallback": (False,),
+    "structural_tag": (),
+    "_backend": (),
+    "_backend_was_auto": (False,),
+}
 # metrics that vLLM has, too
-VLLM_METRICS = frozenset({
-    "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc",
-    "cache_config_info", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens",
-    "generation_tokens", "request_success", "time_to_first_token_seconds", "inter_token_latency_seconds",
-    "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
-    "request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
-    "iteration_tokens_total", "request_num_preemptions", "admission_rejections",
-    "request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens",
-    "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
-    "spec_decode_num_accepted_tokens_per_pos", "mm_cache_queries", "mm_cache_hits",
-    "external_prefix_cache_queries", "external_prefix_cache_hits", "kv_offload_total_bytes", "kv_offload_total_time",
-})  # fmt: skip
+VLLM_METRICS = frozenset(
+    {
+        "num_requests_running",
+        "num_requests_waiting",
+        "num_requests_waiting_by_reason",
+        "kv_cache_usage_perc",
+        "cache_config_info",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "num_preemptions",
+        "prompt_tokens",
+        "generation_tokens",
+        "request_success",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "request_time_per_output_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "request_inference_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "iteration_tokens_total",
+        "request_num_preemptions",
+        "admission_rejections",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        "request_params_n",
+        "request_params_max_tokens",
+        "spec_decode_num_drafts",
+        "spec_decode_num_draft_tokens",
+        "spec_decode_num_accepted_tokens",
+        "spec_decode_num_accepted_tokens_per_pos",
+        "mm_cache_queries",
+        "mm_cache_hits",
+        "external_prefix_cache_queries",
+        "external_prefix_cache_hits",
+        "kv_offload_total_bytes",
+        "kv_offload_total_time",
+    }
+)
 
 
 def has_no_effect(field: FieldRule, value: Any) -> bool:

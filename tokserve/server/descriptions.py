@@ -184,11 +184,22 @@ FIELDS: dict[str, str] = {
     "names": "Which checksums, memory or checkpoint; or the names of tensors.",
     "model_path": "A checkpoint directory.",
 }
-FIELDS |= dict.fromkeys((
-    "token_offsets", "reasoning_ended", "reasoning_parser_kwargs", "flat_logprobs", "skip_clone",
-    "reset_running_requests", "reset_connector", "skip_prefix_cache_reset", "lora_int_id", "load_format",
-    "abort_all_requests",
-), "Accepted and without effect.")  # fmt: skip
+FIELDS |= dict.fromkeys(
+    (
+        "token_offsets",
+        "reasoning_ended",
+        "reasoning_parser_kwargs",
+        "flat_logprobs",
+        "skip_clone",
+        "reset_running_requests",
+        "reset_connector",
+        "skip_prefix_cache_reset",
+        "lora_int_id",
+        "load_format",
+        "abort_all_requests",
+    ),
+    "Accepted and without effect.",
+)
 MESSAGES = [{"role": "user", "content": "What is 47 + 38?"}]
 EXAMPLES: dict[str, Any] = {
     "GenerateBody": {"token_ids": [19, 22, 10, 18, 23], "sampling_params": {"max_tokens": 8, "logprobs": 0}},

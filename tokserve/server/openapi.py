@@ -30,18 +30,29 @@ IDS: JsonSchema = {"type": "array", "items": {"type": "integer", "minimum": 0}, 
 NUMBERS: dict[str, JsonSchema] = declared.limits(int, float)
 NUMBERS["max_tokens"] |= {"minimum": 1}  # 0 where a prompt can be scored
 NUMBERS |= {
-    "max_completion_tokens": NUMBERS["max_tokens"], "max_output_tokens": NUMBERS["max_tokens"],
-    "top_logprobs": NUMBERS["logprobs"], "max_tool_calls": {"minimum": 1, "maximum": MAX_CALLS},
-}  # fmt: skip
+    "max_completion_tokens": NUMBERS["max_tokens"],
+    "max_output_tokens": NUMBERS["max_tokens"],
+    "top_logprobs": NUMBERS["logprobs"],
+    "max_tool_calls": {"minimum": 1, "maximum": MAX_CALLS},
+}
 OTHERS: dict[str, JsonSchema] = declared.limits(str, list[int]) | {
-    "request_id": {"pattern": f"^[ -~]{{1,{MAX_ID}}}$"}, "token_ids": IDS, "tokens": IDS, "messages": {
-        "minItems": 1, "items": {"type": "object", "properties": {"role": {"type": "string"}}, "required": ["role"]},
+    "request_id": {"pattern": f"^[ -~]{{1,{MAX_ID}}}$"},
+    "token_ids": IDS,
+    "tokens": IDS,
+    "messages": {
+        "minItems": 1,
+        "items": {"type": "object", "properties": {"role": {"type": "string"}}, "required": ["role"]},
     },
     "logit_bias": {"propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"}},
-}  # fmt: skip
+}
 OTHERS |= {name: IDS | OTHERS[name] for name in ("allowed_token_ids", "logprob_token_ids")}
-PROMPT: JsonSchema = {"anyOf": [{"type": "string", "minLength": 1}, IDS, {"type": "array", "minItems": 1, "items": {
-    "anyOf": [{"type": "string", "minLength": 1}, IDS]}}]}  # fmt: skip
+PROMPT: JsonSchema = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        IDS,
+        {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string", "minLength": 1}, IDS]}},
+    ]
+}
 ONE_OF_REQUIRED = {
     "GenerateBody": ("token_ids", "token_ids_b64"),
     "ChatBody": ("messages", "tokens"),
@@ -50,17 +61,36 @@ ONE_OF_REQUIRED = {
 }
 # of Anthropic's routes: their conversation, with the contents that need nothing else, and a model that must be named
 CONVERSATIONS = ("MessagesBody", "CountTokensBody")
-TURNS: JsonSchema = {"type": "array", "minItems": 1, "items": {
-    "type": "object", "required": ["role", "content"], "properties": {
-        "role": {"enum": ["user", "assistant", "system"]}, "content": {"anyOf": [{"type": "string"}, {
-            "type": "array", "items": {"type": "object", "required": ["type"], "properties": {
-                "type": {"type": "string"}}}}]}}}}  # fmt: skip
+TURNS: JsonSchema = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["role", "content"],
+        "properties": {
+            "role": {"enum": ["user", "assistant", "system"]},
+            "content": {
+                "anyOf": [
+                    {"type": "string"},
+                    {
+                        "type": "array",
+                        "items": {"type": "object", "required": ["type"], "properties": {"type": {"type": "string"}}},
+                    },
+                ]
+            },
+        },
+    },
+}
 UNLIMITED = ("ChatBody", "SglangChatBody", "CompletionBody", "ResponsesBody")  # bodies that can ask for no limit
 OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 TAGS = [{"name": name, "description": text} for name, text in descriptions.TAGS]
 OBJECTS = ("kv_transfer_params",)
-EVENT: JsonSchema = {"type": "object", "description": "Each event: its data is JSON, or [DONE] at the end.",
-    "properties": {"event": {"type": "string"}, "data": {"type": "string"}}, "required": ["data"]}  # fmt: skip
+EVENT: JsonSchema = {
+    "type": "object",
+    "description": "Each event: its data is JSON, or [DONE] at the end.",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 JSON_ONLY = "tokserve.dialects.sglang"  # whose replies are never msgpack
 
 
@@ -120,8 +150,9 @@ def _content(replies: Iterable[Any]) -> dict[str, Any]:
     """The forms of a reply by media type."""
     replies = list(replies)
     schemas = [_schema(reply) for reply in replies if not isinstance(reply, Content)]
-    content: dict[str, Any] = {reply.media: {"schema": {"type": "string"}} for reply in replies
-                               if isinstance(reply, Content) and reply.media}  # fmt: skip
+    content: dict[str, Any] = {
+        reply.media: {"schema": {"type": "string"}} for reply in replies if isinstance(reply, Content) and reply.media
+    }
     if schemas:
         content[JSON] = {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}
     return content

@@ -154,11 +154,24 @@ class Checksums(TypedDict):
 JsonObject = dict[str, Any]
 # by name of an admin command; a profile's trace and tables are an object
 OF_COMMANDS: dict[str, Any] = {
-    "pause": CommandStatus, "extend_pause": CommandStatus, "resume": CommandStatus, "sleep": CommandStatus,
-    "wake_up": CommandStatus, "release_kv_cache_memory": Success, "reset_prefix_cache": Success,
-    "add_draft_corpus": DraftCorpusSize, "remove_draft_corpus": Removed, "init_weight_transfer_engine": Done,
-    "shutdown_weight_transfer_engine": Done, "start_weight_update": Done, "finish_weight_update": Done,
-    "abort_weight_update": Done, "update_weight_version": Renamed, "load_lora_adapter": AdapterReply,
-    "unload_lora_adapter": AdapterReply, "start_profile": JsonObject, "stop_profile": JsonObject,
+    "pause": CommandStatus,
+    "extend_pause": CommandStatus,
+    "resume": CommandStatus,
+    "sleep": CommandStatus,
+    "wake_up": CommandStatus,
+    "release_kv_cache_memory": Success,
+    "reset_prefix_cache": Success,
+    "add_draft_corpus": DraftCorpusSize,
+    "remove_draft_corpus": Removed,
+    "init_weight_transfer_engine": Done,
+    "shutdown_weight_transfer_engine": Done,
+    "start_weight_update": Done,
+    "finish_weight_update": Done,
+    "abort_weight_update": Done,
+    "update_weight_version": Renamed,
+    "load_lora_adapter": AdapterReply,
+    "unload_lora_adapter": AdapterReply,
+    "start_profile": JsonObject,
+    "stop_profile": JsonObject,
     "collective_rpc": WorkerResults,
-}  # fmt: skip
+}

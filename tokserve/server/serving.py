@@ -107,9 +107,15 @@ class Serving:
     """The state shared by the routes of one app."""
 
     def __init__(
-        self, llm: AsyncLLM, config: Config, state: State, *, keep_alive: float = 15.0,
-        api_process: ApiProcess | None = None, trace: Trace | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        llm: AsyncLLM,
+        config: Config,
+        state: State,
+        *,
+        keep_alive: float = 15.0,
+        api_process: ApiProcess | None = None,
+        trace: Trace | None = None,
+    ) -> None:
         self.llm = llm
         self.config = config
         self.state = state
@@ -187,9 +193,11 @@ class Serving:
         """The chat template, the operator's or the model's own."""
         server = self.config.server
         return ChatTemplate(
-            self.tokenizer, server.chat_template, server.default_chat_template_kwargs,
+            self.tokenizer,
+            server.chat_template,
+            server.default_chat_template_kwargs,
             special_tokens=server.special_tokens_in_content,
-        )  # fmt: skip
+        )
 
     @cached_property
     def takes_later_system(self) -> bool:
@@ -249,8 +257,9 @@ class Serving:
             served = ", ".join([*self.names, *(adapter.name for adapter in self.llm.status.adapters[:SHOWN])])
             raise NotFound(
                 f"the model {name[:200]!r} does not exist; this server serves {served}",
-                field="model", code="model_not_found",
-            )  # fmt: skip
+                field="model",
+                code="model_not_found",
+            )
 
     async def find_model(self, name: str | None) -> None:
         """Like `check_model`, but asks the engine about an unknown name first: another front end may just have loaded
@@ -320,9 +329,13 @@ class Serving:
             transfer = transfer_params(body.kv_transfer_params)
             options = msgspec.structs.replace(options, kv_transfer_params=transfer)
         return GenerateRequest(
-            request_id=request_id, prompt=TokenPrompt(b""), task=params, options=options, text=text,
+            request_id=request_id,
+            prompt=TokenPrompt(b""),
+            task=params,
+            options=options,
+            text=text,
             score_each=score_each,
-        )  # fmt: skip
+        )
 
     def check_generates(self) -> None:
         if self.pooler is not None:
@@ -387,9 +400,14 @@ class Serving:
         return generation
 
     def _submit(
-        self, request: Request, generate: GenerateRequest, prompts: Prompts, states: Sequence[RequestState],
-        fields: FieldPaths, beams: BeamSearchParams | None,
-    ) -> Sequence[Stream | BeamStream]:  # fmt: skip
+        self,
+        request: Request,
+        generate: GenerateRequest,
+        prompts: Prompts,
+        states: Sequence[RequestState],
+        fields: FieldPaths,
+        beams: BeamSearchParams | None,
+    ) -> Sequence[Stream | BeamStream]:
         client, preparation = self.client_name(request), request.scope[PREPARATION]
         if beams is None:
             announcement = preparation.take()
@@ -412,26 +430,36 @@ class Serving:
         size = sum(len(feature.data) for feature in features)
         if not self._image_memory.add(size):
             raise Overloaded(
-                "images of requests in flight use all memory for images (--max-media-memory)", retry_after=1,
+                "images of requests in flight use all memory for images (--max-media-memory)",
+                retry_after=1,
                 code="media_overload",
-            )  # fmt: skip
+            )
         generation.on_close = lambda: self._image_memory.subtract(size)
 
     def _check_reply(
-        self, generate: GenerateRequest, tasks: Sequence[SamplingParams], states: Sequence[RequestState],
-        fields: FieldPaths, entry_bytes: int,
-    ) -> None:  # fmt: skip
+        self,
+        generate: GenerateRequest,
+        tasks: Sequence[SamplingParams],
+        states: Sequence[RequestState],
+        fields: FieldPaths,
+        entry_bytes: int,
+    ) -> None:
         """`tasks`: one for all prompts, or one per prompt."""
         ready = self.llm.ready
         size = 0
         for index, params in enumerate(tasks):
             prompts = states if len(tasks) == 1 else states[index : index + 1]
             size += reply_size.reply_bytes(
-                [state.prompt_len for state in prompts], params, ready.max_model_len, ready.vocab_size,
-                stream=generate.options.stream, score_each=generate.score_each, entry_bytes=entry_bytes,
+                [state.prompt_len for state in prompts],
+                params,
+                ready.max_model_len,
+                ready.vocab_size,
+                stream=generate.options.stream,
+                score_each=generate.score_each,
+                entry_bytes=entry_bytes,
                 max_mask=self.config.model.max_sampling_mask if self.has_masks(params) else 0,
                 routed_bytes=ready.facts.get("routed_bytes", 0),
-            )  # fmt: skip
+            )
         try:
             reply_size.check(size, self.config.limits.max_reply_bytes, tasks[-1])
         except RequestError as error:
@@ -459,9 +487,13 @@ class Serving:
         return task.bad_token_sequences if isinstance(task, SamplingParams) else []
 
     async def _prepare(
-        self, request: Request, generate: GenerateRequest, prompts: Prompts, fields: FieldPaths,
+        self,
+        request: Request,
+        generate: GenerateRequest,
+        prompts: Prompts,
+        fields: FieldPaths,
         tasks: Sequence[SamplingParams] = (),
-    ) -> list[RequestState]:  # fmt: skip
+    ) -> list[RequestState]:
         """Check the prompts; errors name fields as the client wrote them."""
         params = generate.task
         n = params.n if isinstance(params, SamplingParams) else 1

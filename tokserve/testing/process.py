@@ -42,10 +42,14 @@ class ServerProcess:
         self._channel, remote = socket.socketpair()
         with remote:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", self.module, str(remote.fileno())], stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
+                [sys.executable, "-P", "-m", self.module, str(remote.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
                 pass_fds=[remote.fileno()],
-            )  # fmt: skip
+            )
         self._channel.sendall(msgspec.json.encode(config) + b"\n")
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()

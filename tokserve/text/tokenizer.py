@@ -152,8 +152,9 @@ class Tokenizer:
             raise RequestError(
                 f"This model's maximum context length is {context} tokens (max_model_len), of at most "
                 f"{self.bytes_per_token} bytes each: {field} may have at most {bound} bytes, and has at least {size}",
-                field=field, code="context_length_exceeded",
-            )  # fmt: skip
+                field=field,
+                code="context_length_exceeded",
+            )
 
     def id_of(self, token: str) -> int | None:
         """The id of the token spelled `token` in the vocabulary."""

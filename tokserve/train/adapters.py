@@ -67,10 +67,20 @@ def drawn(
             factors[lora_b_name(module)] = torch.zeros(outputs, rank)
     scale = alpha / (math.sqrt(rank) if use_rslora else rank)
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0,
-        "bias": "none", "target_modules": list(targets), "use_rslora": use_rslora, "use_dora": False,
-        "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None, "init_lora_weights": True,
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(targets),
+        "use_rslora": use_rslora,
+        "use_dora": False,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "init_lora_weights": True,
+    }
     return TrainedAdapter(config, {module: scale for module in sizes if lora_a_name(module) in factors}, factors)
 
 

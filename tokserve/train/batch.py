@@ -86,6 +86,17 @@ def _store(
 ) -> Tensor:  # [T, (Hq + 2 Hk) D] -> queries [T, Hq, D]
     q_weight, k_weight = (None if norm is None else norm.weight for norm in (layer.q_norm, layer.k_norm))
     return ops.norm_rope_store(
-        qkv, q_weight, k_weight, layer.norm_eps, table, positions, keys, values, slots, 1.0, 1.0, layer.interleaved,
+        qkv,
+        q_weight,
+        k_weight,
+        layer.norm_eps,
+        table,
+        positions,
+        keys,
+        values,
+        slots,
+        1.0,
+        1.0,
+        layer.interleaved,
         layer.norm_last,
-    )  # fmt: skip
+    )

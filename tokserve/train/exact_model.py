@@ -29,14 +29,27 @@ from tokserve.train.support import trainable_spec
 
 # what is refused unless it is None or False; transformers before 5.24 calls the cache past_key_values
 NOT_SUPPORTED = (
-    "cache", "past_key_values", "inputs_embeds", "use_cache", "output_attentions", "output_router_logits",
-)  # fmt: skip
+    "cache",
+    "past_key_values",
+    "inputs_embeds",
+    "use_cache",
+    "output_attentions",
+    "output_router_logits",
+)
 DEFAULTS = ("is_causal",)  # what is so anyway if it is true
 # what is used, belongs to the loss, or says again what other arguments say
 WITHOUT_EFFECT = (
-    "output_hidden_states", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
-    "num_items_in_batch", "shift_labels", "ignore_index", "cache_position",
-)  # fmt: skip
+    "output_hidden_states",
+    "return_dict",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "num_items_in_batch",
+    "shift_labels",
+    "ignore_index",
+    "cache_position",
+)
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -73,10 +86,16 @@ def exact(
     if name not in DTYPES.values():
         raise ValueError(f"dtype must be one of {', '.join(DTYPES.values())}, got {name}")
     options = ServedOptions(
-        dtype=name, head_dtype=head_dtype, max_model_len=max_model_len, cpu_arithmetic=cpu_arithmetic,
-        cpu_kernels=cpu_kernels, ops=ops, max_tokens=max_tokens, activation_bytes=activation_bytes,
+        dtype=name,
+        head_dtype=head_dtype,
+        max_model_len=max_model_len,
+        cpu_arithmetic=cpu_arithmetic,
+        cpu_kernels=cpu_kernels,
+        ops=ops,
+        max_tokens=max_tokens,
+        activation_bytes=activation_bytes,
         share_prefixes=share_prefixes,
-    )  # fmt: skip
+    )
     base, head = causal.get_submodule("model"), causal.get_submodule("lm_head")
     if type(head) is not nn.Linear and not isinstance(head, _ExactHead):
         raise TypeError(f"lm_head is a {type(head).__qualname__}: only a plain one is supported")
@@ -164,9 +183,12 @@ class _ExactBackbone(_ExactModule):
         if input_ids is None:
             raise ValueError("input_ids are needed")
         position_ids = packed_positions(
-            tuple(input_ids.shape), position_ids, kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"),
+            tuple(input_ids.shape),
+            position_ids,
+            kwargs.get("cu_seq_lens_q"),
+            kwargs.get("cu_seq_lens_k"),
             masked=attention_mask is not None,
-        )  # fmt: skip
+        )
         config: Any = self.config
         streams = arguments.get("output_hidden_states")
         streams = bool(config.output_hidden_states if streams is None else streams)
@@ -220,9 +242,15 @@ class _ExactCausalLM(_ExactModule):
         is not scored."""
         base, served = self.get_submodule("model"), self._served
         requests = checked(
-            sequences, starts, temperature, logprobs_mode, sampling_masks, sampling_params,
-            vocab=served.modules.vocab, positions=served.modules.num_positions,
-        )  # fmt: skip
+            sequences,
+            starts,
+            temperature,
+            logprobs_mode,
+            sampling_masks,
+            sampling_params,
+            vocab=served.modules.vocab,
+            positions=served.modules.num_positions,
+        )
         with torch.autocast("cpu", enabled=False):
             weights = served.collect(base)
             if served.modules.head_name == HEAD:

@@ -105,17 +105,28 @@ class PolicyModel(nn.Module):
         config = checkpoint.hf_config(source)
         trainable_spec(config)
         decoder = load.load(
-            source, config, dtype=dtype, head_dtype=head_dtype, load_format=load_format, seed=seed,
-            max_model_len=max_model_len, quantization="none",
-        )  # fmt: skip
+            source,
+            config,
+            dtype=dtype,
+            head_dtype=head_dtype,
+            load_format=load_format,
+            seed=seed,
+            max_model_len=max_model_len,
+            quantization="none",
+        )
         if load_format == "dummy":
             masters = dict(dummy.tensors(decoder.parameters_by_name(), seed))
         else:
             masters = dict(_masters(source, decoder))
         return cls(
-            decoder, masters, config, binding, max_tokens=max_tokens, activation_bytes=activation_bytes,
+            decoder,
+            masters,
+            config,
+            binding,
+            max_tokens=max_tokens,
+            activation_bytes=activation_bytes,
             ordered_gradients=ordered_gradients,
-        )  # fmt: skip
+        )
 
     @property
     def cpu_arithmetic(self) -> str | None:
@@ -190,13 +201,25 @@ class PolicyModel(nn.Module):
         """
         modules = self._modules_of_decoder
         requests = checked(
-            sequences, starts, temperature, logprobs_mode, sampling_masks, sampling_params,
-            vocab=modules.vocab, positions=modules.num_positions,
-        )  # fmt: skip
+            sequences,
+            starts,
+            temperature,
+            logprobs_mode,
+            sampling_masks,
+            sampling_params,
+            vocab=modules.vocab,
+            positions=modules.num_positions,
+        )
         return scoring.rows(
-            modules, self._synced(), requests, mode=logprobs_mode, share=share_prefixes, max_tokens=self.max_tokens,
-            activation_bytes=self.activation_bytes, ordered=self.ordered_gradients,
-        )  # fmt: skip
+            modules,
+            self._synced(),
+            requests,
+            mode=logprobs_mode,
+            share=share_prefixes,
+            max_tokens=self.max_tokens,
+            activation_bytes=self.activation_bytes,
+            ordered=self.ordered_gradients,
+        )
 
     def _synced(self) -> dict[str, Tensor]:
         masters: dict[str, Tensor] = dict(self.named_parameters())

@@ -68,11 +68,12 @@ def checked(
         for number, values in enumerate(zip(sequences, starts, temperatures, masks, strict=True))
     ]
     return [
-        replace(request, adjustment=adjustment_of(
-            number, task, request.temperature, masked=request.masks is not None, vocab=vocab
-        ))
+        replace(
+            request,
+            adjustment=adjustment_of(number, task, request.temperature, masked=request.masks is not None, vocab=vocab),
+        )
         for number, (request, task) in enumerate(zip(requests, params, strict=True))
-    ]  # fmt: skip
+    ]
 
 
 def _request(
@@ -153,9 +154,12 @@ def items_of(
         for offset, position in enumerate(range(request.start, len(request.tokens))):
             mask = None if request.masks is None else request.masks[offset]
             key = (
-                int(index[position - 1]), int(request.tokens[position]), request.temperature,
-                None if mask is None else mask.tobytes(), -1 if adjustment is None else which,
-            )  # fmt: skip
+                int(index[position - 1]),
+                int(request.tokens[position]),
+                request.temperature,
+                None if mask is None else mask.tobytes(),
+                -1 if adjustment is None else which,
+            )
             if key not in numbers:
                 numbers[key] = len(masks)
                 masks.append(mask)
@@ -177,9 +181,10 @@ def items_of(
         adjusted=[adjusted[number] for number in ascending] if any(row is not None for row in adjusted) else [],
     )
     return (
-        torch.from_numpy(tokens).to(device), items,
+        torch.from_numpy(tokens).to(device),
+        items,
         [torch.from_numpy(rank[np.array(numbered, np.int64)]).to(device) for numbered in members],
-    )  # fmt: skip
+    )
 
 
 def _tensor(ids: NDArray[np.int64] | None, device: torch.device) -> Tensor | None:

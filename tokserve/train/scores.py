@@ -47,9 +47,13 @@ class Items:
     def part(self, piece: slice) -> Items:
         """Some of the rows."""
         return Items(
-            self.rows[piece], self.token_ids[piece], self.temperatures[piece], self.mode, self.masks[piece],
+            self.rows[piece],
+            self.token_ids[piece],
+            self.temperatures[piece],
+            self.mode,
+            self.masks[piece],
             self.adjusted[piece],
-        )  # fmt: skip
+        )
 
     def divisors(self) -> Tensor:  # [n] float32
         """What logits are divided by; a temperature of 0 is greedy and divides by 1."""

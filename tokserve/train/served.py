@@ -133,9 +133,14 @@ class ServedDecoder:
     ) -> list[Tensor]:
         """Logprobs of each request, as `PolicyModel.logprobs`."""
         return scoring.rows(
-            self.modules, masters, requests, mode=mode, share=self.options.share_prefixes,
-            max_tokens=self.options.max_tokens, activation_bytes=0 if recompute else self._activation_bytes(),
-        )  # fmt: skip
+            self.modules,
+            masters,
+            requests,
+            mode=mode,
+            share=self.options.share_prefixes,
+            max_tokens=self.options.max_tokens,
+            activation_bytes=0 if recompute else self._activation_bytes(),
+        )
 
     def _activation_bytes(self) -> int:
         return 1 << 62 if self.options.activation_bytes is None else self.options.activation_bytes

@@ -152,9 +152,11 @@ class TokserveGeneration:
         client, trainer = await self._connected(), self._trainer
         sampling = sampling_of(trainer)
         seeds = self._seeds.draw(
-            len(prompts), run_seed=int(trainer.args.seed), step=int(trainer.state.global_step),
+            len(prompts),
+            run_seed=int(trainer.args.seed),
+            step=int(trainer.state.global_step),
             training=trainer.model.training,
-        )  # fmt: skip
+        )
         model = ADAPTER if self._base_is_there else None
         rollouts: list[Rollout] = await client.generate(
             prompts, n=n, seeds=None if "seed" in sampling else seeds, model=model, **sampling

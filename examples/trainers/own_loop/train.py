@@ -65,9 +65,13 @@ async def train(options: argparse.Namespace) -> None:
                 chats = [[{"role": "user", "content": f"Reverse the word {word}."}] for word in words]
                 prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
                 rollouts = await client.generate(
-                    prompts, n=SAMPLES, max_tokens=LETTERS + 4, temperature=TEMPERATURE, logprobs_mode="temperature",
+                    prompts,
+                    n=SAMPLES,
+                    max_tokens=LETTERS + 4,
+                    temperature=TEMPERATURE,
+                    logprobs_mode="temperature",
                     seeds=[rng.getrandbits(60) for _ in prompts],
-                )  # fmt: skip
+                )
                 answers = [tokenizer.decode(r.token_ids, skip_special_tokens=True) for r in rollouts]
                 rewards = torch.tensor(
                     [reward(text, words[r.prompt_index][::-1]) for text, r in zip(answers, rollouts, strict=True)]

@@ -64,12 +64,25 @@ def main(options: argparse.Namespace) -> None:
     """Train."""
     directory = str(options.model)
     config = GRPOConfig(
-        output_dir="out", max_steps=options.steps, learning_rate=7e-4 if options.lora else 5e-4,
-        per_device_train_batch_size=64, num_generations=8, max_completion_length=LETTERS + 4,
-        temperature=1.0, lr_scheduler_type="constant",
-        use_cpu=True, bf16=False, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, seed=1,
-        use_vllm=not (options.rollout_function or options.exact), vllm_mode="server", vllm_server_base_url=options.url,
-    )  # fmt: skip
+        output_dir="out",
+        max_steps=options.steps,
+        learning_rate=7e-4 if options.lora else 5e-4,
+        per_device_train_batch_size=64,
+        num_generations=8,
+        max_completion_length=LETTERS + 4,
+        temperature=1.0,
+        lr_scheduler_type="constant",
+        use_cpu=True,
+        bf16=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=1,
+        use_vllm=not (options.rollout_function or options.exact),
+        vllm_mode="server",
+        vllm_server_base_url=options.url,
+    )
     trainer_class: Any = GRPOTrainer
     if options.exact:
         from tokserve.train.trl import ExactGRPOTrainer

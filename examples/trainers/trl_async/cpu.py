@@ -27,10 +27,18 @@ def allowed(kv_index: torch.Tensor, query_ends: list[int], key_ends: list[int], 
 
 
 def attention(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, *,
-    tree_kv_index: torch.Tensor, tree_cu_seqlens_q: torch.Tensor, tree_cu_seqlens_k: torch.Tensor,
-    scaling: float | None = None, **_: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    *,
+    tree_kv_index: torch.Tensor,
+    tree_cu_seqlens_q: torch.Tensor,
+    tree_cu_seqlens_k: torch.Tensor,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
     """Attention as transformers calls it: query [1, heads, tokens, head dim] -> [1, tokens, heads, head dim]."""
     mask = allowed(tree_kv_index, tree_cu_seqlens_q.tolist(), tree_cu_seqlens_k.tolist(), query.shape[2])
     out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)

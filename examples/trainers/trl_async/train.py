@@ -66,11 +66,26 @@ def main(options: argparse.Namespace) -> None:
     """Train."""
     directory = str(options.model)
     config = AsyncGRPOConfig(
-        output_dir="out", max_steps=options.steps, learning_rate=6e-4, per_device_train_batch_size=64, token_budget=0,
-        num_generations=8, max_completion_length=LETTERS + 4, temperature=1.0, max_inflight_tasks=64, max_staleness=1,
-        dtype="float32", use_cpu=True, bf16=False, logging_steps=1, save_strategy="no", report_to=[],
-        disable_tqdm=True, seed=1, vllm_server_base_url=options.url,
-    )  # fmt: skip
+        output_dir="out",
+        max_steps=options.steps,
+        learning_rate=6e-4,
+        per_device_train_batch_size=64,
+        token_budget=0,
+        num_generations=8,
+        max_completion_length=LETTERS + 4,
+        temperature=1.0,
+        max_inflight_tasks=64,
+        max_staleness=1,
+        dtype="float32",
+        use_cpu=True,
+        bf16=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=1,
+        vllm_server_base_url=options.url,
+    )
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.response_template = RESPONSE
     use_tokserve()

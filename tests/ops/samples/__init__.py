@@ -25,8 +25,20 @@ from tests.ops.samples import (
 from tests.ops.samples.common import Samples
 
 MODULES = (
-    attention, dense, elementwise, float8, gradients, latent, lora, mixture, quant, recurrent, sampling, step, wna16,
-)  # fmt: skip
+    attention,
+    dense,
+    elementwise,
+    float8,
+    gradients,
+    latent,
+    lora,
+    mixture,
+    quant,
+    recurrent,
+    sampling,
+    step,
+    wna16,
+)
 
 
 def samples(op: str, dtype: torch.dtype) -> Samples:

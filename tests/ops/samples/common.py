@@ -11,8 +11,15 @@ from torch import Tensor
 Samples = Iterator[tuple[Any, ...]]  # arguments of calls
 
 PRODUCTS = (  # tokens, inputs and outputs of a product
-    (1, 64, 64), (3, 192, 576), (17, 512, 192), (70, 96, 40), (2, 33, 17), (1, 1, 1), (5, 1030, 3), (4, 7, 130),
-)  # fmt: skip
+    (1, 64, 64),
+    (3, 192, 576),
+    (17, 512, 192),
+    (70, 96, 40),
+    (2, 33, 17),
+    (1, 1, 1),
+    (5, 1030, 3),
+    (4, 7, 130),
+)
 
 
 def normal(dtype: torch.dtype, seed: int, *shape: int) -> Tensor:

@@ -39,22 +39,30 @@ def gated_delta(dtype: torch.dtype) -> Samples:
             heads, tokens = key_heads * group, sum(row[0] for row in rows)
             channels, values = 2 * key_heads * key_dim + heads * value_dim, heads * value_dim
             yield (
-                normal(dtype, 1, tokens, channels + values), normal(dtype, 2, tokens, 2 * heads),
-                normal(torch.float32, 3, taps, channels), normal(torch.float32, 4, heads),
-                normal(torch.float32, 5, heads), normal(torch.float32, 6, value_dim), 1e-6, number % 2 == 1,
+                normal(dtype, 1, tokens, channels + values),
+                normal(dtype, 2, tokens, 2 * heads),
+                normal(torch.float32, 3, taps, channels),
+                normal(torch.float32, 4, heads),
+                normal(torch.float32, 5, heads),
+                normal(torch.float32, 6, value_dim),
+                1e-6,
+                number % 2 == 1,
                 normal(torch.float32, 7, 8, heads, key_dim, value_dim),
-                normal(dtype, 8, 8, taps + DRAFTS, channels + 2 * heads), *columns(rows, saves),
-            )  # fmt: skip
+                normal(dtype, 8, 8, taps + DRAFTS, channels + 2 * heads),
+                *columns(rows, saves),
+            )
 
 
 def short_conv(dtype: torch.dtype) -> Samples:
     for rows, saves in ROWS:
         for channels, taps, biased in ((64, 3, False), (5, 4, True), (300, 2, True)):
             yield (
-                normal(dtype, 1, sum(row[0] for row in rows), 3 * channels), normal(torch.float32, 2, taps, channels),
-                normal(torch.float32, 3, channels) if biased else None, normal(dtype, 4, 8, taps + DRAFTS, channels),
+                normal(dtype, 1, sum(row[0] for row in rows), 3 * channels),
+                normal(torch.float32, 2, taps, channels),
+                normal(torch.float32, 3, channels) if biased else None,
+                normal(dtype, 4, 8, taps + DRAFTS, channels),
                 *columns(rows, saves),
-            )  # fmt: skip
+            )
 
 
 def gate_heads(dtype: torch.dtype) -> Samples:

@@ -49,6 +49,12 @@ def advance_step(dtype: torch.dtype) -> Samples:
         slots, computed = (torch.tensor(column, dtype=torch.int32) for column in zip(*rows, strict=True))
         longs = (torch.zeros(len(rows), dtype=torch.int64) for _ in range(4))
         yield (
-            tokens, blocks, slots, computed, page, *longs, torch.zeros_like(slots),
+            tokens,
+            blocks,
+            slots,
+            computed,
+            page,
+            *longs,
+            torch.zeros_like(slots),
             torch.zeros(len(rows), width, dtype=dtype),
-        )  # fmt: skip
+        )

@@ -35,16 +35,27 @@ def weights(rows: int, columns: int) -> list[QuantizedRows]:
         QuantizedRows(
             codes, UNSIGNED, 32, _scales(4, rows, supers) / 32, parts, -_scales(5, rows, supers) / 16, parts.flip(1), 8
         ),
-        QuantizedRows(bytes_, None, 16, _scales(6, rows, -(-fine // 16), torch.float32) / 99, _codes(
-            7, rows, fine, 8).view(torch.int8), ratio=16),
+        QuantizedRows(
+            bytes_,
+            None,
+            16,
+            _scales(6, rows, -(-fine // 16), torch.float32) / 99,
+            _codes(7, rows, fine, 8).view(torch.int8),
+            ratio=16,
+        ),
         QuantizedRows(codes, NONLINEAR, 32, _scales(8, rows, many) / 16),
         QuantizedRows(codes, E2M1, 32, torch.exp2(powers.float()).to(torch.bfloat16), folded=True),
         QuantizedRows(codes, SIGNED, columns, _scales(9, rows, 1)),
         QuantizedRows(
-            codes, SIGNED, one, (scales := _scales(10, rows, -(-columns // one))), mins=scales,
-            sub_mins=_codes(11, rows, -(-columns // one), 3).view(torch.int8), order=order,
+            codes,
+            SIGNED,
+            one,
+            (scales := _scales(10, rows, -(-columns // one))),
+            mins=scales,
+            sub_mins=_codes(11, rows, -(-columns // one), 3).view(torch.int8),
+            order=order,
         ),
-    ]  # fmt: skip
+    ]
 
 
 def quantize_int4(dtype: torch.dtype) -> Samples:

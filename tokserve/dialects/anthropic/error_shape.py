@@ -13,9 +13,13 @@ from tokserve.base.errors import RequestError
 from tokserve.server.http.errors import ErrorShape
 
 TYPES = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-    429: "rate_limit_error", 503: "overloaded_error",
-}  # fmt: skip
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class UnsupportedThread(msgspec.Struct):

@@ -32,9 +32,11 @@ TOOL = re.compile(r"tools\[(\d+)\]")
 MESSAGE = re.compile(r"messages\[(\d+)\]")
 NAMES = {  # fields of chat, longer ones first, and their names here
     "response_format.json_schema.schema": "output_config.format.schema",
-    "response_format.json_schema": "output_config.format", "response_format": "output_config.format",
-    "reasoning_effort": "output_config.effort", "stop": "stop_sequences",
-}  # fmt: skip
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "stop": "stop_sequences",
+}
 SHARED = tuple(name for name in MessagesBody.model_fields if name in ChatBody.model_fields)
 
 
@@ -125,12 +127,15 @@ def _as_chat(serving: Serving, request_body: CountTokensBody) -> ChatRequest:
     choice = request_body.tool_choice
     fields: dict[str, Any] = {name: getattr(request_body, name) for name in SHARED if hasattr(request_body, name)}
     fields |= {
-        "messages": conversation.messages(), "tools": tool_list.shown(), "tool_choice": _tool_choice(request_body),
+        "messages": conversation.messages(),
+        "tools": tool_list.shown(),
+        "tool_choice": _tool_choice(request_body),
         "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
-        "reasoning_effort": effort, "chat_template_kwargs": variables | (request_body.chat_template_kwargs or {}),
+        "reasoning_effort": effort,
+        "chat_template_kwargs": variables | (request_body.chat_template_kwargs or {}),
         "response_format": _response_format(request_body),
         "continue_final_message": conversation.is_to_be_continued or None,
-    }  # fmt: skip
+    }
     if isinstance(request_body, MessagesBody):
         if request_body.max_tokens < 1:  # chat has a number for no limit
             raise invalid("max_tokens", f"must be at least 1, got {request_body.max_tokens}")

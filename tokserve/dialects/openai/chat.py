@@ -183,9 +183,15 @@ async def read(serving: Serving, request: Request, *, prompt: str = "messages", 
 
 
 async def call_of(
-    serving: Serving, request: Request, body: ChatBody, ignored: list[str], size: int, source: str = "messages",
-    *, replies: bool = True,
-) -> ChatCall:  # fmt: skip
+    serving: Serving,
+    request: Request,
+    body: ChatBody,
+    ignored: list[str],
+    size: int,
+    source: str = "messages",
+    *,
+    replies: bool = True,
+) -> ChatCall:
     """What a body that has passed `schemas.parse` comes to.  `size`: its bytes; `source`: the field with the prompt;
     `replies`: as of `read`."""
     serving.check_generates()
@@ -261,16 +267,23 @@ def rendered(
     if body.chat_template is not None and not _may_render(serving, body.chat_template):
         raise RequestError(
             "chat_template: templates from requests are refused (see --trust-request-chat-template)",
-            field="chat_template", code="untrusted_template",
-        )  # fmt: skip
+            field="chat_template",
+            code="untrusted_template",
+        )
     try:
         return serving.template.render(
-            body.messages, add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=bool(body.continue_final_message), tools=body.tools, documents=body.documents,
-            template=body.chat_template, kwargs=_effort(effort) | (body.chat_template_kwargs or {}),
-            add_special_tokens=bool(body.add_special_tokens), context=serving.llm.ready.max_model_len,
-            must_show_tools=not isinstance(body, ChatBody) or tools.is_free(body.tool_choice), images=slots,
-        )  # fmt: skip
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=bool(body.continue_final_message),
+            tools=body.tools,
+            documents=body.documents,
+            template=body.chat_template,
+            kwargs=_effort(effort) | (body.chat_template_kwargs or {}),
+            add_special_tokens=bool(body.add_special_tokens),
+            context=serving.llm.ready.max_model_len,
+            must_show_tools=not isinstance(body, ChatBody) or tools.is_free(body.tool_choice),
+            images=slots,
+        )
     except RecursionError:  # JSON text inside a message: the arguments of a tool call
         raise RequestError("messages are nested too deeply", field="messages") from None
 
@@ -288,11 +301,16 @@ def _may_render(serving: Serving, template: str) -> bool:
 def tool_plan(serving: Serving, body: ChatBody) -> ToolPlan:
     off = serving.config.server.enable_auto_tool_choice is False
     return tools.make_plan(
-        body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False,
-        max_calls=body.max_tool_calls, response_format=_shape(serving, body),
-        form=serving.tool_format, no_form=tools.SWITCHED_OFF if off else tools.NO_FORMAT,
-        thinking=serving.thinking if body.separates_reasoning else None, tokenizer=serving.tokenizer,
-    )  # fmt: skip
+        body.tools,
+        body.tool_choice,
+        parallel=body.parallel_tool_calls is not False,
+        max_calls=body.max_tool_calls,
+        response_format=_shape(serving, body),
+        form=serving.tool_format,
+        no_form=tools.SWITCHED_OFF if off else tools.NO_FORMAT,
+        thinking=serving.thinking if body.separates_reasoning else None,
+        tokenizer=serving.tokenizer,
+    )
 
 
 def _shape(serving: Serving, body: ChatBody) -> ResponseFormat | None:
@@ -351,9 +369,13 @@ class ChatRenderer:
     """Completions as chat's JSON.  `reader` None: their text is the content."""
 
     def __init__(
-        self, serving: Serving, generation: ReplyContext, body: ChatBody, params: SamplingParams,
+        self,
+        serving: Serving,
+        generation: ReplyContext,
+        body: ChatBody,
+        params: SamplingParams,
         reader: OutputParser | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._id = ID_PREFIX + generation.key
         self._created = int(time.time())
         self._model = serving.answers_as(body.model)
@@ -378,12 +400,18 @@ class ChatRenderer:
             scores = self._prompt_logprobs(columns, parts)
         choices = [
             ChatChoice(
-                c.index, self._message(c), self._logprobs(c, parts), self._finish_reason(c), c.stop_reason,
-                StopDetail(c.stop_detail, c.message), c.token_ids if self._ids else None,
-                versions(c) if self._versions else UNSET, routed_experts(c),
+                c.index,
+                self._message(c),
+                self._logprobs(c, parts),
+                self._finish_reason(c),
+                c.stop_reason,
+                StopDetail(c.stop_detail, c.message),
+                c.token_ids if self._ids else None,
+                versions(c) if self._versions else UNSET,
+                routed_experts(c),
             )
             for c in completions
-        ]  # fmt: skip
+        ]
         if self._has_masks:
             for choice, completion in zip(choices, completions, strict=True):
                 sampling_masks.add(choice, completion, "lists", parts)

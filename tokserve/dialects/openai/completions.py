@@ -152,9 +152,13 @@ def sampling_params(serving: Serving, body: CompletionBody) -> SamplingParams:
         num_prompt_logprobs = -1 if -1 in both else max(both)
     form = structured.requested_format(body.structured_outputs, body.response_format, serving.form_defaults)
     return schemas.sampling(
-        body, serving.defaults, max_tokens=limit, logprobs=num_logprobs, prompt_logprobs=num_prompt_logprobs,
+        body,
+        serving.defaults,
+        max_tokens=limit,
+        logprobs=num_logprobs,
+        prompt_logprobs=num_prompt_logprobs,
         structured_outputs=form,
-    )  # fmt: skip
+    )
 
 
 def parse_prompts(prompt: Any, field: str = "prompt") -> list[str | list[int]]:
@@ -189,9 +193,13 @@ def _check_ids(ids: list[Any], field: str) -> None:
 
 
 def tokenized(
-    serving: Serving, prompts: list[str | list[int]], special: bool, listed: bool, field: str = "prompt",
+    serving: Serving,
+    prompts: list[str | list[int]],
+    special: bool,
+    listed: bool,
+    field: str = "prompt",
     min_bytes: int = 0,
-) -> list[list[int]]:  # fmt: skip
+) -> list[list[int]]:
     """The prompts as token ids.  `min_bytes`: of a text that need not fit into the context."""
     where = [f"{field}[{index}]" if listed else field for index in range(len(prompts))]
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -213,9 +221,13 @@ class CompletionRenderer:
     """Completions as this route's JSON."""
 
     def __init__(
-        self, serving: Serving, generation: ReplyContext, body: CompletionBody, params: SamplingParams,
+        self,
+        serving: Serving,
+        generation: ReplyContext,
+        body: CompletionBody,
+        params: SamplingParams,
         prompts: list[str | list[int]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._id = ID_PREFIX + generation.key
         self._created = int(time.time())
         self._model = serving.answers_as(body.model)
@@ -242,9 +254,14 @@ class CompletionRenderer:
                 setattr(choice, name, None)
         generation = self._generation
         reply = CompletionReply(
-            self._id, self._created, self._model, choices, generation.usage(), generation.fingerprint,
+            self._id,
+            self._created,
+            self._model,
+            choices,
+            generation.usage(),
+            generation.fingerprint,
             metrics=generation.metrics(),
-        )  # fmt: skip
+        )
         if generation.kv_transfer_params is not None:
             reply.kv_transfer_params = generation.kv_transfer_params
         if self._ids:

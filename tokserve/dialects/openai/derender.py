@@ -140,9 +140,12 @@ class ReplyReader:
     `with_prompt`: the parameters, as they are for a prompt."""
 
     def __init__(
-        self, serving: Serving, params: SamplingParams | None, needs_prompt: bool,
+        self,
+        serving: Serving,
+        params: SamplingParams | None,
+        needs_prompt: bool,
         with_prompt: Callable[[SamplingParams, list[int]], SamplingParams] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._serving = serving
         self._with_prompt = with_prompt
         self._eos = frozenset(serving.llm.ready.eos_token_ids)
@@ -237,10 +240,16 @@ class ReplyReader:
         logprobs = self._logprobs(choice, ids, f"{where}.logprobs")
         kind = self._stop_kind(choice, ids)
         end = ChoiceOutput(
-            choice.index, ids, "", logprobs, prompt_logprobs=scores, finish_reason=choice.finish_reason,
-            stop_reason=choice.stop_reason, stop_detail=kind,
+            choice.index,
+            ids,
+            "",
+            logprobs,
+            prompt_logprobs=scores,
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+            stop_detail=kind,
             message=choice.stop_detail.message if choice.stop_detail else None,
-        )  # fmt: skip
+        )
         text_ids = ids[:-1] if kind in TERMINATORS and not self.params.include_stop_str_in_output else ids
         stops, min_tokens = self.params.stop_strings(), self.params.min_tokens
         if isinstance(choice.stop_reason, str):  # already cut after the token that completed the match
@@ -258,10 +267,14 @@ class ReplyReader:
         params = self.params
         shared = self._stops if stops == params.stop_strings() else stops
         return Detokenizer(
-            self._serving.tokenizer, shared, include_stop=params.include_stop_str_in_output,
-            skip_special=params.skip_special_tokens, spaces_between_special=params.spaces_between_special_tokens,
-            min_tokens=min_tokens, stop_after=params.stop_after,
-        )  # fmt: skip
+            self._serving.tokenizer,
+            shared,
+            include_stop=params.include_stop_str_in_output,
+            skip_special=params.skip_special_tokens,
+            spaces_between_special=params.spaces_between_special_tokens,
+            min_tokens=min_tokens,
+            stop_after=params.stop_after,
+        )
 
     def _stop_kind(self, choice: ParsedChoice, ids: list[int]) -> str | None:
         """The kind of stop_detail, as given, or inferred as far as possible."""
@@ -338,7 +351,7 @@ async def derender_completions(serving: Serving, request: Request) -> Response:
         texts = prompts or list(external.prompts)
         renderer = completions.CompletionRenderer(
             serving, external, text_body or CompletionBody(), reader.params, texts
-        )  # fmt: skip
+        )
         return body.reply(request, renderer.reply(ends), schemas.ignored_header(ignored))
 
     return await off_loop(request, size, work)

@@ -192,10 +192,12 @@ def _table(value: Any, field: str) -> Logprobs:
         lists = body.convert(value, ParsedArrays, field)
         count, width = len(lists.ranks), len(lists.top_token_ids[0]) if lists.top_token_ids else 0
         columns = Logprobs(
-            array("f", lists.token_logprobs).tobytes(), array("i", lists.ranks).tobytes(),
+            array("f", lists.token_logprobs).tobytes(),
+            array("i", lists.ranks).tobytes(),
             array("i", (i for row in lists.top_token_ids for i in row)).tobytes(),
-            array("f", (v for row in lists.top_logprobs for v in row)).tobytes(), width,
-        )  # fmt: skip
+            array("f", (v for row in lists.top_logprobs for v in row)).tobytes(),
+            width,
+        )
     narrow = {len(columns.token_logprobs), len(columns.ranks)} != {4 * count}
     if narrow or {len(columns.top_ids), len(columns.top_logprobs)} != {4 * count * width}:
         raise invalid(field, "must have columns of equal length")

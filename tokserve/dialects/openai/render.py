@@ -106,18 +106,28 @@ def _portable(params: SamplingParams, forbidden: list[list[int]]) -> SamplingPar
 
 
 def _rendered(
-    serving: Serving, body: schemas.TextBody, params: SamplingParams, generate: GenerateRequest, ids: list[int], *,
-    echo: bool, request_id: str | None,
-) -> Rendered:  # fmt: skip
+    serving: Serving,
+    body: schemas.TextBody,
+    params: SamplingParams,
+    generate: GenerateRequest,
+    ids: list[int],
+    *,
+    echo: bool,
+    request_id: str | None,
+) -> Rendered:
     """`echo`: the reply must repeat the prompt, which `derender` needs."""
     options = None
     if body.stream_options is not None:
         options = StreamOptions(*schemas.usage_options(serving, body))
     return Rendered(
-        token_ids=ids, sampling_params=params, model=body.model or serving.name, request_id=request_id,
-        stream_options=options, return_token_ids=echo,
+        token_ids=ids,
+        sampling_params=params,
+        model=body.model or serving.name,
+        request_id=request_id,
+        stream_options=options,
+        return_token_ids=echo,
         **{field.name: getattr(generate.options, field.name) for field in declared.OPTIONS},
-    )  # fmt: skip
+    )
 
 
 async def describe(serving: Serving, request: Request) -> Response:
@@ -125,11 +135,16 @@ async def describe(serving: Serving, request: Request) -> Response:
     tokenizer, ready = serving.tokenizer, serving.llm.ready
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
     described = TokenizerDescription(
-        tokenizer_class=tokenizer.class_name, vocab_size=tokenizer.vocab_size,
-        special_tokens=tokenizer.special_tokens, special_token_ids=sorted(tokenizer.special_ids),
-        bos_token=bos, bos_token_id=None if bos is None else tokenizer.id_of(bos),
-        eos_token=eos, eos_token_id=None if eos is None else tokenizer.id_of(eos),
-        eos_token_ids=list(ready.eos_token_ids), model_max_length=ready.max_model_len,
+        tokenizer_class=tokenizer.class_name,
+        vocab_size=tokenizer.vocab_size,
+        special_tokens=tokenizer.special_tokens,
+        special_token_ids=sorted(tokenizer.special_ids),
+        bos_token=bos,
+        bos_token_id=None if bos is None else tokenizer.id_of(bos),
+        eos_token=eos,
+        eos_token_id=None if eos is None else tokenizer.id_of(eos),
+        eos_token_ids=list(ready.eos_token_ids),
+        model_max_length=ready.max_model_len,
         chat_template=serving.template.sources,
-    )  # fmt: skip
+    )
     return reply(request, described)

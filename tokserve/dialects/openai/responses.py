@@ -39,10 +39,14 @@ INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # reasoning is sent as pla
 MESSAGE = re.compile(r"messages\[(\d+)\]")
 FUNCTION = re.compile(r"^(tools\[\d+\]|tool_choice)\.function\b")
 NAMES = {  # fields of chat, longer ones first, and their names here
-    "response_format.json_schema": "text.format", "response_format": "text.format", "messages": "input",
-    "max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
     "reasoning_effort": "reasoning.effort",
-}  # fmt: skip
+}
 
 
 class InputDetails(msgspec.Struct):
@@ -336,22 +340,33 @@ class ResponsesRenderer:
     def _usage(self) -> ResponsesUsage:
         usage = self._generation.usage()
         return ResponsesUsage(
-            usage.prompt_tokens, InputDetails(usage.prompt_tokens_details.cached_tokens), usage.completion_tokens,
-            OutputDetails(self._output.reasoning_tokens), usage.total_tokens,
-        )  # fmt: skip
+            usage.prompt_tokens,
+            InputDetails(usage.prompt_tokens_details.cached_tokens),
+            usage.completion_tokens,
+            OutputDetails(self._output.reasoning_tokens),
+            usage.total_tokens,
+        )
 
     def _reply(self) -> ResponsesReply:
         request, params = self._body, self._call.params
         form = request.text.format if request.text else None
         return ResponsesReply(
-            id=ID_PREFIX + self._generation.key, created_at=self._created, model=self._model,
-            instructions=request.instructions, max_output_tokens=request.max_output_tokens,
-            max_tool_calls=request.max_tool_calls, parallel_tool_calls=request.parallel_tool_calls is not False,
+            id=ID_PREFIX + self._generation.key,
+            created_at=self._created,
+            model=self._model,
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            max_tool_calls=request.max_tool_calls,
+            parallel_tool_calls=request.parallel_tool_calls is not False,
             reasoning={"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
-            temperature=params.temperature, text={"format": form or {"type": "text"}},
-            tool_choice=request.tool_choice or "auto", tools=request.tools or [],
-            top_logprobs=request.top_logprobs or 0, top_p=params.top_p, metadata=request.metadata or {},
-        )  # fmt: skip
+            temperature=params.temperature,
+            text={"format": form or {"type": "text"}},
+            tool_choice=request.tool_choice or "auto",
+            tools=request.tools or [],
+            top_logprobs=request.top_logprobs or 0,
+            top_p=params.top_p,
+            metadata=request.metadata or {},
+        )
 
     def _emit(self, name: str, fields: dict[str, Any]) -> None:
         kind = f"response.{name}"

@@ -30,13 +30,22 @@ from tokserve.server.serving import Serving
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # sampling parameters that these bodies have in another form, or not at all; and those that not all of them have
 OTHER_FORM = (
-    "logit_bias", "repetition_detection", "structured_outputs", "extra_args", "detokenize", "logprobs",
+    "logit_bias",
+    "repetition_detection",
+    "structured_outputs",
+    "extra_args",
+    "detokenize",
+    "logprobs",
     "prompt_logprobs",
-)  # fmt: skip
+)
 NOT_OF_RESPONSES = (
-    "n", "max_tokens", "prompt_logprobs_start", "prompt_logprobs_mode", "routed_experts_prompt_start",
+    "n",
+    "max_tokens",
+    "prompt_logprobs_start",
+    "prompt_logprobs_mode",
+    "routed_experts_prompt_start",
     "return_sampling_mask",
-)  # fmt: skip
+)
 SAMPLING = tuple(field for field in declared(SamplingParams) if field.name not in OTHER_FORM)
 
 # Fields that may hold bytes in msgpack, also those of a request within a body: who reads them looks at them.

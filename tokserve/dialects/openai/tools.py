@@ -188,9 +188,11 @@ def _parse_choice(choice: Any) -> tuple[str, str | None]:
         if not isinstance(kind, str):
             raise invalid("tool_choice.type", "must be 'function'")
         raise invalid(
-            "tool_choice", f"of type {kind[:LONGEST_SHOWN]!r} is not supported by this server: send none, auto, "
-            "required, or name one function", code="unsupported",
-        )  # fmt: skip
+            "tool_choice",
+            f"of type {kind[:LONGEST_SHOWN]!r} is not supported by this server: send none, auto, "
+            "required, or name one function",
+            code="unsupported",
+        )
     function = choice.get("function")
     if function is None and "name" in choice:
         raise invalid("tool_choice.function", f"is required: {NESTED}")
@@ -205,10 +207,17 @@ def is_free(choice: Any) -> bool:
 
 
 def make_plan(
-    tools: list[dict[str, Any]] | None, choice: Any, *, parallel: bool, max_calls: int | None = None,
-    response_format: ResponseFormat | None, form: ToolFormat | None, no_form: str = NO_FORMAT,
-    thinking: Thinking | None, tokenizer: Tokenizer,
-) -> ToolPlan:  # fmt: skip
+    tools: list[dict[str, Any]] | None,
+    choice: Any,
+    *,
+    parallel: bool,
+    max_calls: int | None = None,
+    response_format: ResponseFormat | None,
+    form: ToolFormat | None,
+    no_form: str = NO_FORMAT,
+    thinking: Thinking | None,
+    tokenizer: Tokenizer,
+) -> ToolPlan:
     """The plan for a body that has passed `check`.
 
     `max_calls` None: no limit, or `DEFAULT_CALLS` where a grammar demands calls; without `parallel` it is 1.
@@ -251,9 +260,13 @@ def make_plan(
 
 
 def _constraint(
-    response_format: ResponseFormat | None, form: ToolFormat, tools: list[dict[str, Any]], strict: Collection[str],
-    tokenizer: Tokenizer, max_calls: int | None,
-) -> StructuredOutputs | None:  # fmt: skip
+    response_format: ResponseFormat | None,
+    form: ToolFormat,
+    tools: list[dict[str, Any]],
+    strict: Collection[str],
+    tokenizer: Tokenizer,
+    max_calls: int | None,
+) -> StructuredOutputs | None:
     """The structured outputs of an answer that may contain calls.  `strict`: names of strict functions."""
     names = [tool["function"]["name"] for tool in tools]
     try:

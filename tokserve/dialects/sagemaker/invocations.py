@@ -19,8 +19,11 @@ from tokserve.server.serving import Serving
 ADAPTER = "x-amzn-sagemaker-adapter-identifier"  # the header that names an adapter of an inference component
 GENERATING: dict[str, Handler] = {"messages": chat.chat, "prompt": completions.completions}
 PAIRS: dict[str, Handler] = {
-    "query": rerank.rerank, "queries": score.score, "text_1": score.score, "data_1": score.score,
-}  # fmt: skip
+    "query": rerank.rerank,
+    "queries": score.score,
+    "text_1": score.score,
+    "data_1": score.score,
+}
 
 
 class InvocationBody(schemas.RequestBody):

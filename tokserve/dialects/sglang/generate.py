@@ -92,9 +92,13 @@ async def generate(serving: Serving, request: Request) -> Response:
     if lora and (not serving.config.lora.enable_lora or serving.adapter(lora) != lora):
         raise invalid("lora_path", "needs the name of a loaded adapter (--enable-lora, /load_lora_adapter)")
     options = {field.name: field.default for field in declared.OPTIONS} | {
-        "stream": bool(sent.stream), "cache_salt": _cache_salt(sent), "priority": -(sent.priority or 0),
-        "request_id": call.request_id, "model": lora, "data_parallel_rank": _rank(sent),
-    }  # fmt: skip
+        "stream": bool(sent.stream),
+        "cache_salt": _cache_salt(sent),
+        "priority": -(sent.priority or 0),
+        "request_id": call.request_id,
+        "model": lora,
+        "data_parallel_rank": _rank(sent),
+    }
     try:
         await serving.find_model(lora)
         bare = serving.request_of(
@@ -104,10 +108,16 @@ async def generate(serving: Serving, request: Request) -> Response:
         raise call.fields.rename(error) from None
     generation = await serving.start(request, bare, call.prompts, call.fields, tasks=call.tasks)
     render = GenerateRenderer(
-        generation, call.forms, _names(serving, sent), request_ids=[bare.request_id] * len(call.prompts),
-        listed=call.listed, text=serving.text, echo=bool(sent.return_prompt_token_ids),
-        version=lambda: serving.llm.status.weight_version, reader_after=_reasoning_reader(serving, call.tasks[0]),
-    )  # fmt: skip
+        generation,
+        call.forms,
+        _names(serving, sent),
+        request_ids=[bare.request_id] * len(call.prompts),
+        listed=call.listed,
+        text=serving.text,
+        echo=bool(sent.return_prompt_token_ids),
+        version=lambda: serving.llm.status.weight_version,
+        reader_after=_reasoning_reader(serving, call.tasks[0]),
+    )
     headers = {"X-Request-Id": bare.request_id, **schemas.ignored_header(call.ignored)}
     if sent.stream:
         return sse.EventStream(generation, render, headers, close=last_events)
@@ -177,9 +187,15 @@ def read(serving: Serving, value: Any) -> GenerateCall:
     if sent.routed_dp_rank is not None:
         others |= {"data_parallel_rank": "routed_dp_rank"}
     return GenerateCall(
-        sent, ignored, prompts, tasks, forms, request_id(sent.request_id, len(prompts)),
-        batched or tasks[0].n > 1, FieldPaths(field, sampling.PREFIX, others),
-    )  # fmt: skip
+        sent,
+        ignored,
+        prompts,
+        tasks,
+        forms,
+        request_id(sent.request_id, len(prompts)),
+        batched or tasks[0].n > 1,
+        FieldPaths(field, sampling.PREFIX, others),
+    )
 
 
 def _body(value: Any) -> tuple[SglangGenerateBody, list[str]]:
@@ -328,9 +344,12 @@ def _token_ids(sent: SglangGenerateBody, count: int) -> list[list[int] | None]:
 
 
 def _task(
-    serving: Serving, sent: sampling.SglangSamplingParams, form: ReplyForm, named: list[int] | None,
+    serving: Serving,
+    sent: sampling.SglangSamplingParams,
+    form: ReplyForm,
+    named: list[int] | None,
     prompt: Sequence[int],
-) -> SamplingParams:  # fmt: skip
+) -> SamplingParams:
     scores = form.start is not None and form.start + 1 < len(prompt)
     computed: dict[str, Any] = {"logprobs_mode": sent.logprobs_mode or "temperature"}
     if form.has_logprobs:

@@ -67,9 +67,10 @@ def _retrieve(task: asyncio.Task[None]) -> None:
 async def _generate_token(serving: Serving) -> None:
     ready = serving.llm.ready
     request = GenerateRequest(
-        request_id=f"health-{secrets.token_hex(8)}", prompt=token_prompt([0], ready.vocab_size),
+        request_id=f"health-{secrets.token_hex(8)}",
+        prompt=token_prompt([0], ready.vocab_size),
         task=PoolingParams() if serving.pooler else SamplingParams(max_tokens=1, temperature=0.0),
-    )  # fmt: skip
+    )
     [stream] = serving.llm.submit([serving.llm.prepare(request)])
     async with stream:
         async for delta in stream:
@@ -84,19 +85,21 @@ async def model(serving: Serving, request: Request) -> Response:
     status = await serving.llm.fresh_status()
     config = await workers.run(workers.SMALL, lambda: _config(serving))
     options = serving.config.model
-    return json({
-        "model_path": _model_path(serving),
-        "served_model_name": serving.name,
-        "tokenizer_path": (options.tokenizer or options.model) if serving.text else None,
-        "is_generation": serving.pooler is None,
-        "preferred_sampling_params": None,
-        "weight_version": status.weight_version,
-        "load_format": options.load_format,
-        "has_image_understanding": serving.images is not None,
-        "has_audio_understanding": False,
-        "model_type": config.get("model_type"),
-        "architectures": config.get("architectures"),
-    })  # fmt: skip
+    return json(
+        {
+            "model_path": _model_path(serving),
+            "served_model_name": serving.name,
+            "tokenizer_path": (options.tokenizer or options.model) if serving.text else None,
+            "is_generation": serving.pooler is None,
+            "preferred_sampling_params": None,
+            "weight_version": status.weight_version,
+            "load_format": options.load_format,
+            "has_image_understanding": serving.images is not None,
+            "has_audio_understanding": False,
+            "model_type": config.get("model_type"),
+            "architectures": config.get("architectures"),
+        }
+    )
 
 
 def _model_path(serving: Serving) -> str:
@@ -123,31 +126,34 @@ async def configuration(serving: Serving, request: Request) -> Response:
     await serving.llm.refresh(introspection.FRESH_SECONDS)
     ready, model, server = serving.llm.ready, serving.config.model, serving.config.server
     load = _core(serving)
-    return json(introspection.description(serving, request) | {
-        "model_path": _model_path(serving),
-        "tokenizer_path": model.tokenizer or checkpoint.given_name(model.model),
-        "skip_tokenizer_init": not serving.text,
-        "served_model_name": serving.name,
-        "host": server.host,
-        "port": server.port,
-        "context_length": ready.max_model_len,
-        "dtype": model.dtype,
-        "tp_size": serving.config.parallel.tensor_parallel_size,
-        "pp_size": serving.config.parallel.pipeline_parallel_size,
-        "dp_size": 1,
-        "ep_size": 1,
-        "nnodes": serving.config.parallel.nnodes,
-        "num_gpus": serving.config.parallel.num_ranks,
-        "disaggregation_mode": "null",
-        "encoder_only": False,
-        "page_size": ready.block_size,
-        "weight_version": serving.llm.status.weight_version,
-        "max_total_num_tokens": ready.num_blocks * ready.block_size,
-        "max_running_requests": serving.config.scheduler.rows,
-        "status": "ready" if serving.llm.status.state in SERVING else serving.llm.status.state,
-        "version": tokserve.__version__,
-        "internal_states": [load | {"weight_version": serving.llm.status.weight_version}],
-    })  # fmt: skip
+    return json(
+        introspection.description(serving, request)
+        | {
+            "model_path": _model_path(serving),
+            "tokenizer_path": model.tokenizer or checkpoint.given_name(model.model),
+            "skip_tokenizer_init": not serving.text,
+            "served_model_name": serving.name,
+            "host": server.host,
+            "port": server.port,
+            "context_length": ready.max_model_len,
+            "dtype": model.dtype,
+            "tp_size": serving.config.parallel.tensor_parallel_size,
+            "pp_size": serving.config.parallel.pipeline_parallel_size,
+            "dp_size": 1,
+            "ep_size": 1,
+            "nnodes": serving.config.parallel.nnodes,
+            "num_gpus": serving.config.parallel.num_ranks,
+            "disaggregation_mode": "null",
+            "encoder_only": False,
+            "page_size": ready.block_size,
+            "weight_version": serving.llm.status.weight_version,
+            "max_total_num_tokens": ready.num_blocks * ready.block_size,
+            "max_running_requests": serving.config.scheduler.rows,
+            "status": "ready" if serving.llm.status.state in SERVING else serving.llm.status.state,
+            "version": tokserve.__version__,
+            "internal_states": [load | {"weight_version": serving.llm.status.weight_version}],
+        }
+    )
 
 
 def _core(serving: Serving) -> dict[str, Any]:
@@ -184,24 +190,30 @@ async def loads(serving: Serving, request: Request) -> Response:
     await serving.llm.refresh(introspection.FRESH_SECONDS)
     core = _core(serving)
     names = ("num_running_reqs", "num_waiting_reqs", "num_total_reqs")
-    return json({
-        "timestamp": time.time(),
-        "version": tokserve.__version__,
-        "accelerator": serving.config.runtime.device,
-        "num_accelerators": 1,
-        "dp_rank_count": 1,
-        "loads": [core],
-        "aggregate": {f"total_{name.removeprefix('num_')}": core[name] for name in names},
-    })  # fmt: skip
+    return json(
+        {
+            "timestamp": time.time(),
+            "version": tokserve.__version__,
+            "accelerator": serving.config.runtime.device,
+            "num_accelerators": 1,
+            "dp_rank_count": 1,
+            "loads": [core],
+            "aggregate": {f"total_{name.removeprefix('num_')}": core[name] for name in names},
+        }
+    )
 
 
 async def get_load(serving: Serving, request: Request) -> Response:
     """GET /get_load: the older form of /v1/loads"""
     await serving.llm.refresh(introspection.FRESH_SECONDS)
     core = _core(serving)
-    return json([{
-        "dp_rank": 0,
-        "num_reqs": core["num_total_reqs"],
-        "num_waiting_reqs": core["num_waiting_reqs"],
-        "num_tokens": core["num_total_tokens"],
-    }])  # fmt: skip
+    return json(
+        [
+            {
+                "dp_rank": 0,
+                "num_reqs": core["num_total_reqs"],
+                "num_waiting_reqs": core["num_waiting_reqs"],
+                "num_tokens": core["num_total_tokens"],
+            }
+        ]
+    )

@@ -110,9 +110,12 @@ def _values(rules: PoolingRules, body: SglangPoolingBody, vector: bytes) -> NDAr
 def _details(pooled: PooledPrompts, prompt_tokens: int, elapsed: float) -> dict[str, Any]:
     """`meta_info` of a prompt."""
     return {
-        "id": pooled.headers["X-Request-Id"], "finish_reason": END, "prompt_tokens": prompt_tokens,
-        "weight_version": pooled.version, "e2e_latency": elapsed,
-    }  # fmt: skip
+        "id": pooled.headers["X-Request-Id"],
+        "finish_reason": END,
+        "prompt_tokens": prompt_tokens,
+        "weight_version": pooled.version,
+        "e2e_latency": elapsed,
+    }
 
 
 def _check(rules: PoolingRules, dimensions: int | None) -> None:

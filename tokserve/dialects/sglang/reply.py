@@ -224,10 +224,18 @@ class GenerateRenderer:
     reasoning; None: it is not told apart."""
 
     def __init__(
-        self, generation: Generation, forms: Sequence[ReplyForm], name: Name, *, request_ids: Sequence[str],
-        listed: bool, text: bool, echo: bool, version: Callable[[], str],
+        self,
+        generation: Generation,
+        forms: Sequence[ReplyForm],
+        name: Name,
+        *,
+        request_ids: Sequence[str],
+        listed: bool,
+        text: bool,
+        echo: bool,
+        version: Callable[[], str],
         reader_after: Callable[[Sequence[int]], SegmentReader] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._generation = generation
         self._request_ids = request_ids
         self._listed = listed

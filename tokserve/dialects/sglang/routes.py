@@ -31,35 +31,106 @@ READ = ("GET", "POST")
 GET = ("GET",)
 
 ENDPOINTS = (
-    Endpoint(POSTED, "/generate", generate.generate, generate.SglangGenerateBody,
-             reply=(reply.SglangReply, list[reply.SglangReply]), runner="generate", errors=GENERATE),
-    Endpoint(("POST",), "/v1/chat/completions", chat.chat_completions, chat.SglangChatBody, text=True, reply=ChatReply,
-             runner="generate"),
-    Endpoint(("POST",), "/v1/completions", completions.text_completions, CompletionBody,
-             reply=CompletionReply, runner="generate"),
-    *(Endpoint(("POST",), path, tokenize.tokenize_texts, tokenize.SglangTokenizeBody, text=True, raises=PROMPT,
-               reply=(TokenizeReply, tokenize.TokenizedTexts)) for path in ("/tokenize", "/v1/tokenize")),
-    *(Endpoint(("POST",), path, tokenize.detokenize, tokenize.SglangDetokenizeBody, text=True,
-               reply=tokenize.SglangText, raises=PROMPT) for path in ("/detokenize", "/v1/detokenize")),
-    Endpoint(POSTED, "/classify", pooling.classify_route, pooling.SglangPoolingBody,
-             reply=(ClassifyReply, *VECTORS), runner="pooling", raises=POOLING),
-    Endpoint(POSTED, "/encode", pooling.encode, pooling.SglangPoolingBody, reply=VECTORS, runner="pooling",
-             raises=POOLING),
-    Endpoint(("POST",), "/v1/embeddings", pooling.embed, EmbeddingBody, reply=(EmbeddingReply, OCTETS),
-             runner="pooling", raises=POOLING),
-    Endpoint(POSTED, "/abort_request", control.abort_request, control.AbortRequestBody, reply=EMPTY, errors=SGLANG,
-             raises=BODY),
+    Endpoint(
+        POSTED,
+        "/generate",
+        generate.generate,
+        generate.SglangGenerateBody,
+        reply=(reply.SglangReply, list[reply.SglangReply]),
+        runner="generate",
+        errors=GENERATE,
+    ),
+    Endpoint(
+        ("POST",),
+        "/v1/chat/completions",
+        chat.chat_completions,
+        chat.SglangChatBody,
+        text=True,
+        reply=ChatReply,
+        runner="generate",
+    ),
+    Endpoint(
+        ("POST",),
+        "/v1/completions",
+        completions.text_completions,
+        CompletionBody,
+        reply=CompletionReply,
+        runner="generate",
+    ),
+    *(
+        Endpoint(
+            ("POST",),
+            path,
+            tokenize.tokenize_texts,
+            tokenize.SglangTokenizeBody,
+            text=True,
+            raises=PROMPT,
+            reply=(TokenizeReply, tokenize.TokenizedTexts),
+        )
+        for path in ("/tokenize", "/v1/tokenize")
+    ),
+    *(
+        Endpoint(
+            ("POST",),
+            path,
+            tokenize.detokenize,
+            tokenize.SglangDetokenizeBody,
+            text=True,
+            reply=tokenize.SglangText,
+            raises=PROMPT,
+        )
+        for path in ("/detokenize", "/v1/detokenize")
+    ),
+    Endpoint(
+        POSTED,
+        "/classify",
+        pooling.classify_route,
+        pooling.SglangPoolingBody,
+        reply=(ClassifyReply, *VECTORS),
+        runner="pooling",
+        raises=POOLING,
+    ),
+    Endpoint(
+        POSTED, "/encode", pooling.encode, pooling.SglangPoolingBody, reply=VECTORS, runner="pooling", raises=POOLING
+    ),
+    Endpoint(
+        ("POST",),
+        "/v1/embeddings",
+        pooling.embed,
+        EmbeddingBody,
+        reply=(EmbeddingReply, OCTETS),
+        runner="pooling",
+        raises=POOLING,
+    ),
+    Endpoint(
+        POSTED,
+        "/abort_request",
+        control.abort_request,
+        control.AbortRequestBody,
+        reply=EMPTY,
+        errors=SGLANG,
+        raises=BODY,
+    ),
     Endpoint(GET, "/health_generate", introspection.health_generate, reply=EMPTY),
     Endpoint(GET, "/model_info", introspection.model, reply=JsonObject, guarded=True),
     Endpoint(GET, "/get_model_info", introspection.model, reply=JsonObject, guarded=True),
     Endpoint(GET, "/server_info", introspection.configuration, reply=JsonObject, guarded=True, raises=ENGINE | {400}),
-    Endpoint(GET, "/get_server_info", introspection.configuration, reply=JsonObject, guarded=True,
-             raises=ENGINE | {400}),
+    Endpoint(
+        GET, "/get_server_info", introspection.configuration, reply=JsonObject, guarded=True, raises=ENGINE | {400}
+    ),
     Endpoint(GET, "/v1/loads", introspection.loads, reply=JsonObject, guarded=True),
     Endpoint(GET, "/get_load", introspection.get_load, reply=list[JsonObject], guarded=True),
     Endpoint(READ, "/get_weight_version", weights.get_version, reply=JsonObject, guarded=True),
-    Endpoint(("GET", *POSTED), "/flush_cache", control.flush_cache, control.FlushBody, control=True, reply=TEXT,
-             also=((400, TEXT),), raises=COMMAND),
+    Endpoint(
+        ("GET", *POSTED),
+        "/flush_cache",
+        control.flush_cache,
+        control.FlushBody,
+        control=True,
+        reply=TEXT,
+        also=((400, TEXT),),
+        raises=COMMAND,
+    ),
     *(
         Endpoint(POSTED, path, handler, kind, control=True, reply=form, errors=SGLANG)
         for path, handler, kind, form in (
@@ -83,4 +154,4 @@ ENDPOINTS = (
             ("/update_weight_version", weights.update_version, weights.SglangVersionBody, JsonObject),
         )
     ),
-)  # fmt: skip
+)

@@ -22,11 +22,18 @@ ANY_JSON = "$$ANY$$"  # as json_schema: any JSON object
 FORMS = ("json_schema", "regex", "choice", "ebnf")
 # the names of `SamplingParams` and `RequestOptions` in the body of /generate
 OTHER_NAMES: Mapping[str, str] = {
-    "logprobs": "top_logprobs_num", "prompt_logprobs": "logprob_start_len", "logprob_token_ids": "token_ids_logprob",
-    "prompt_logprobs_start": "logprob_start_len", "return_sampling_mask": "return_sampling_mask", "request_id": "rid",
-    "max_tokens": f"{PREFIX}max_new_tokens", "min_tokens": f"{PREFIX}min_new_tokens", "seed": f"{PREFIX}sampling_seed",
-    "include_stop_str_in_output": f"{PREFIX}no_stop_trim", "model": "lora_path",
-}  # fmt: skip
+    "logprobs": "top_logprobs_num",
+    "prompt_logprobs": "logprob_start_len",
+    "logprob_token_ids": "token_ids_logprob",
+    "prompt_logprobs_start": "logprob_start_len",
+    "return_sampling_mask": "return_sampling_mask",
+    "request_id": "rid",
+    "max_tokens": f"{PREFIX}max_new_tokens",
+    "min_tokens": f"{PREFIX}min_new_tokens",
+    "seed": f"{PREFIX}sampling_seed",
+    "include_stop_str_in_output": f"{PREFIX}no_stop_trim",
+    "model": "lora_path",
+}
 
 
 class SglangSamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,9 +72,21 @@ class SglangSamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
 
 
 _SAME = (
-    "n", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
-    "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "logprobs_mode",
-)  # fmt: skip
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "logprobs_mode",
+)
 _RENAMED = {"min_new_tokens": "min_tokens", "no_stop_trim": "include_stop_str_in_output", "sampling_seed": "seed"}
 
 

@@ -150,8 +150,9 @@ async def from_distributed(serving: Serving, request: Request) -> Response:
 
     is_whole = await open_updates.stage(serving.llm, update, forget_version)
     _note_version(serving, params.weight_version)
-    message = f"Received {len(params.names)} tensors; the update takes effect at /continue_generation or " \
-              "/end_weight_update."  # fmt: skip
+    message = (
+        f"Received {len(params.names)} tensors; the update takes effect at /continue_generation or /end_weight_update."
+    )
     if is_whole:
         await commit_open(serving)
         message = "Succeeded to update parameters online."

@@ -145,5 +145,6 @@ async def refuse_adapter_tensors(serving: Serving, request: Request) -> Response
     """Refused: an adapter's tensors over a group"""
     raise RequestError(
         "adapters are loaded from directories here, not over a process group: set the trainer's weight_update_mode to "
-        "disk", code="unsupported",
-    )  # fmt: skip
+        "disk",
+        code="unsupported",
+    )

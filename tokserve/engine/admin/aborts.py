@@ -17,9 +17,14 @@ class Aborts:
     """The abort commands.  `end` ends requests in flight, for a reason."""
 
     def __init__(
-        self, registry: Registry, admission: Admission, announcements: Announcements, scheduler: Scheduler,
-        external: ExternalKV, end: Callable[[list[Request], str], None],
-    ) -> None:  # fmt: skip
+        self,
+        registry: Registry,
+        admission: Admission,
+        announcements: Announcements,
+        scheduler: Scheduler,
+        external: ExternalKV,
+        end: Callable[[list[Request], str], None],
+    ) -> None:
         self._registry, self._admission, self._announcements = registry, admission, announcements
         self._scheduler, self._external = scheduler, external
         self._end = end

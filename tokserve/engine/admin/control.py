@@ -45,9 +45,14 @@ class Control:
         self._cache = cache
         self._executor = executor
         self.weights = Weights(
-            requests, scheduler, cache, executor, weight_version, is_settled=lambda: not self._dropping,
+            requests,
+            scheduler,
+            cache,
+            executor,
+            weight_version,
+            is_settled=lambda: not self._dropping,
             new_lease=lambda seconds: Lease(update_lease if seconds is None else seconds, clock),
-        )  # fmt: skip
+        )
         self._generation = Region(GENERATION, "running")
         self._pause: Lease | None = None  # how long the pause lasts
         self.paused_since: float | None = None  # Unix time
@@ -79,8 +84,9 @@ class Control:
         if self._pause is not None and self._pause.seconds_left == 0.0:
             logger.warning(
                 "resumed: the pause was not extended for %.0f s (its lease: %g s)",
-                self._pause.silence, self._pause.seconds,
-            )  # fmt: skip
+                self._pause.silence,
+                self._pause.seconds,
+            )
             self._end_pause()
             return True
         return expired
@@ -143,11 +149,22 @@ class Control:
         weights, origin = self.weights, self.weights.origin
         sleeping = bool(self._asleep) or (weights.dropped and weights.quarantine is None)
         return Status(
-            state, weights.version, weights.epoch, self._paused, sleeping, weights.quarantine, weights.failure,
-            source=origin.source, stamp=origin.stamp, pushed=origin.pushed, lost=weights.lost,
-            asleep=sorted(self._asleep), dropped=weights.dropped, checksum=weights.checksum,
+            state,
+            weights.version,
+            weights.epoch,
+            self._paused,
+            sleeping,
+            weights.quarantine,
+            weights.failure,
+            source=origin.source,
+            stamp=origin.stamp,
+            pushed=origin.pushed,
+            lost=weights.lost,
+            asleep=sorted(self._asleep),
+            dropped=weights.dropped,
+            checksum=weights.checksum,
             pause_lease=0.0 if self._pause is None else self._pause.seconds,
-        )  # fmt: skip
+        )
 
     # --- failover ---
 

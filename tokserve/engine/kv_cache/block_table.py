@@ -18,9 +18,19 @@ class BlockTable:
     """
 
     __slots__ = (
-        "adapter", "awaited", "blocks", "cache_salt", "features", "hash_seed", "hashes", "keys", "keys_seed",
-        "may_load", "num_full", "prompt_blocks",
-    )  # fmt: skip
+        "adapter",
+        "awaited",
+        "blocks",
+        "cache_salt",
+        "features",
+        "hash_seed",
+        "hashes",
+        "keys",
+        "keys_seed",
+        "may_load",
+        "num_full",
+        "prompt_blocks",
+    )
 
     def __init__(self, cache_salt: str, adapter: Adapter | None = None, features: tuple[Feature, ...] = ()) -> None:
         self.cache_salt = cache_salt

@@ -58,9 +58,15 @@ class PrefixCache:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, enabled: bool, model: str,
-        snapshots: Snapshots | None = None, events: EventLog | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enabled: bool,
+        model: str,
+        snapshots: Snapshots | None = None,
+        events: EventLog | None = None,
+    ) -> None:
         self.block_size = block_size
         self.events = events
         self.store: BlockStore | None = None
@@ -233,9 +239,14 @@ class PrefixCache:
             run_indices = [index for _, index in run]
             first, end = run_indices[0], run_indices[-1] + 1
             self.events.stored(
-                table.hashes[first - 1] if first else None, table.hashes[first:end], tokens, first * self.block_size,
-                adapter=table.adapter, cache_salt=table.cache_salt, features=table.features,
-            )  # fmt: skip
+                table.hashes[first - 1] if first else None,
+                table.hashes[first:end],
+                tokens,
+                first * self.block_size,
+                adapter=table.adapter,
+                cache_salt=table.cache_salt,
+                features=table.features,
+            )
 
     def hold(self, table: BlockTable, count: int) -> BlockTable:
         """A table that holds the first `count` blocks of one that may be free again, as far as they are cached; one

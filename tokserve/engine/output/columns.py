@@ -105,9 +105,13 @@ class LogprobColumns:
     def packed(self) -> Logprobs:
         self._copy_newest()
         return Logprobs(
-            bytes(self._token_logprobs), bytes(self._ranks), bytes(self._top_ids), bytes(self._top_logprobs),
-            self.width, self.mode,
-        )  # fmt: skip
+            bytes(self._token_logprobs),
+            bytes(self._ranks),
+            bytes(self._top_ids),
+            bytes(self._top_logprobs),
+            self.width,
+            self.mode,
+        )
 
 
 class RoutedColumns:
@@ -188,9 +192,13 @@ class StepColumns:
         self._mask_rows: list[int] = []  # that have masks
 
     def add(
-        self, request_id: str, tokens: array[int], logprobs: LogprobColumns | None = None, first: int = 0,
+        self,
+        request_id: str,
+        tokens: array[int],
+        logprobs: LogprobColumns | None = None,
+        first: int = 0,
         masks: MaskColumns | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A row: `tokens` from index `first` on, and their logprobs and sampling masks, which are moved here."""
         if logprobs is not None:
             entry = self._logprobs.get(logprobs.kind)
@@ -211,33 +219,49 @@ class StepColumns:
         self._counts.append(count)
 
     def set_rare(
-        self, finish: Finish | None, prompt_logprobs: LogprobColumns | None = None, cached_tokens: int = 0,
-        weight_versions: list[tuple[str, int, int]] | None = None, pooled: bytes = b"",
-        routed_experts: RoutedExperts | None = None, kv_transfer: dict[str, Any] | None = None,
+        self,
+        finish: Finish | None,
+        prompt_logprobs: LogprobColumns | None = None,
+        cached_tokens: int = 0,
+        weight_versions: list[tuple[str, int, int]] | None = None,
+        pooled: bytes = b"",
+        routed_experts: RoutedExperts | None = None,
+        kv_transfer: dict[str, Any] | None = None,
         prompt_weight_versions: list[tuple[str, int, int]] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """What few rows have, of the row just added."""
         packed = None if prompt_logprobs is None else prompt_logprobs.packed()
         row = len(self._request_ids) - 1
         self._rare.append(
             RareFields(
-                row, finish, packed, cached_tokens, weight_versions or [], pooled, routed_experts, kv_transfer,
+                row,
+                finish,
+                packed,
+                cached_tokens,
+                weight_versions or [],
+                pooled,
+                routed_experts,
+                kv_transfer,
                 prompt_weight_versions or [],
             )
-        )  # fmt: skip
+        )
 
     def step(self, stats: StepStats) -> StepOutput:
         """The message that has the columns."""
         count = len(self._request_ids)
         single = self._counts.count(1) == count
         return StepOutput(
-            stats, self._request_ids, self._tokens.tobytes(), b"" if single else array("i", self._counts).tobytes(),
+            stats,
+            self._request_ids,
+            self._tokens.tobytes(),
+            b"" if single else array("i", self._counts).tobytes(),
             [
                 RowLogprobs(columns.packed(), b"" if len(rows) == count else array("i", rows).tobytes())
                 for columns, rows in self._logprobs.values()
             ],
-            self._rare, self._sampling_masks(),
-        )  # fmt: skip
+            self._rare,
+            self._sampling_masks(),
+        )
 
     def _sampling_masks(self) -> RowSamplingMasks | None:
         rows = self._mask_rows

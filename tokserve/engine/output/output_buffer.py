@@ -55,10 +55,23 @@ class OutputBuffer:
     """The unsent output of one request; positions are counted from the start of the prompt."""
 
     __slots__ = (
-        "_eras", "_first_prompt_row", "_generation", "_logprobs", "_masks", "_next_to_send", "_pooled", "_prompt_len",
-        "_prompt_logprobs", "_routed", "_routed_start", "_sent", "next_prompt_row", "num_computed",
-        "scores_are_finite", "version",
-    )  # fmt: skip
+        "_eras",
+        "_first_prompt_row",
+        "_generation",
+        "_logprobs",
+        "_masks",
+        "_next_to_send",
+        "_pooled",
+        "_prompt_len",
+        "_prompt_logprobs",
+        "_routed",
+        "_routed_start",
+        "_sent",
+        "next_prompt_row",
+        "num_computed",
+        "scores_are_finite",
+        "version",
+    )
 
     def __init__(self, task: SamplingParams | PoolingParams, prompt_len: int, limits: Limits) -> None:
         self._prompt_len = prompt_len
@@ -160,9 +173,14 @@ class OutputBuffer:
         return [(_name(era.version, era.label), start, end) for era, (start, end) in bounds]
 
     def emit(
-        self, columns: StepColumns, request_id: str, tokens: array[int], finish: Finish | None, cached: int,
+        self,
+        columns: StepColumns,
+        request_id: str,
+        tokens: array[int],
+        finish: Finish | None,
+        cached: int,
         kv_transfer: dict[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add what is unsent to a step's columns."""
         columns.add(request_id, tokens, self._logprobs, self._next_to_send, self._masks)
         self._next_to_send = len(tokens)
@@ -181,9 +199,15 @@ class OutputBuffer:
         if finish is not None and self._routed is not None:
             routed = self._routed.packed(self._routed_start, len(tokens) - 1)
         columns.set_rare(
-            finish, prompt_logprobs, 0 if self._sent else cached, versions, self._pooled, routed, kv_transfer,
+            finish,
+            prompt_logprobs,
+            0 if self._sent else cached,
+            versions,
+            self._pooled,
+            routed,
+            kv_transfer,
             prompt_versions,
-        )  # fmt: skip
+        )
         self._sent = True
 
 

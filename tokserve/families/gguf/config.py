@@ -170,8 +170,9 @@ def _check_sizes(header: GgufHeader, config: Mapping[str, Any]) -> None:
         raise StartError(f"{name} announces {heads!r} and {kv_heads!r} heads of {dim!r} for a width of {hidden!r}")
     shapes: dict[str, tuple[Any, ...]] = {
         "token_embd.weight": (config["vocab_size"], hidden),
-        "blk.0.attn_q.weight": (heads * dim, hidden), "blk.0.attn_k.weight": (kv_heads * dim, hidden),
-    }  # fmt: skip
+        "blk.0.attn_q.weight": (heads * dim, hidden),
+        "blk.0.attn_k.weight": (kv_heads * dim, hidden),
+    }
     experts = config.get("num_experts", config.get("num_local_experts"))
     if experts is not None:
         inner = config.get("moe_intermediate_size", config["intermediate_size"])
@@ -216,8 +217,11 @@ def _llama3_factors(fields: _Fields) -> dict[str, Any]:
     base, dim = fields.get("rope.freq_base", 10000.0), 2 * len(divisors)
     for factor in LLAMA3_FACTORS:
         config = {
-            "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-        }  # fmt: skip
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
         expected = [_llama3_divisor(base ** (-2 * i / dim), factor) for i in range(len(divisors))]
         if all(abs(a - b) <= 1e-3 * b for a, b in zip(divisors, expected, strict=True)):
             return config
@@ -237,9 +241,11 @@ def _llama3_divisor(frequency: float, factor: float) -> float:
 def _llama(fields: _Fields) -> dict[str, Any]:
     if fields.get("expert_count", 0):
         return {
-            "architectures": ["MixtralForCausalLM"], "model_type": "mixtral",
-            "num_local_experts": fields.need("expert_count"), "num_experts_per_tok": fields.need("expert_used_count"),
-        }  # fmt: skip
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": fields.need("expert_count"),
+            "num_experts_per_tok": fields.need("expert_used_count"),
+        }
     bias = "blk.0.attn_q.bias" in fields.header.tensors
     return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": bias}
 
@@ -251,41 +257,53 @@ def _gemma3(fields: _Fields) -> dict[str, Any]:
     # 62: the model of 27B; a file without heads is refused later
     scalar = hidden // max(1, heads) if fields.need("block_count") == 62 else dim
     return {
-        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "tie_word_embeddings": True,
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "tie_word_embeddings": True,
         "sliding_window": fields.need("attention.sliding_window"),
         "rope_theta": fields.get("rope.freq_base", 1e6),
         "query_pre_attn_scalar": scalar,
-    }  # fmt: skip
+    }
 
 
 def _experts(fields: _Fields) -> dict[str, Any]:
     return {
-        "num_experts": fields.need("expert_count"), "num_experts_per_tok": fields.need("expert_used_count"),
+        "num_experts": fields.need("expert_count"),
+        "num_experts_per_tok": fields.need("expert_used_count"),
         "moe_intermediate_size": fields.need("expert_feed_forward_length"),
-    }  # fmt: skip
+    }
 
 
 def _qwen2moe(fields: _Fields) -> dict[str, Any]:
     shared = fields.need("expert_shared_feed_forward_length")
     return {
-        "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "norm_topk_prob": False,
-        "shared_expert_intermediate_size": shared, **_experts(fields),
-    }  # fmt: skip
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "norm_topk_prob": False,
+        "shared_expert_intermediate_size": shared,
+        **_experts(fields),
+    }
 
 
 def _qwen3moe(fields: _Fields) -> dict[str, Any]:
     return {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True, **_experts(fields),
-    }  # fmt: skip
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "norm_topk_prob": True,
+        **_experts(fields),
+    }
 
 
 def _gpt_oss(fields: _Fields) -> dict[str, Any]:
     config = {
-        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True,
-        "num_local_experts": fields.need("expert_count"), "num_experts_per_tok": fields.need("expert_used_count"),
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "num_local_experts": fields.need("expert_count"),
+        "num_experts_per_tok": fields.need("expert_used_count"),
         "intermediate_size": fields.need("expert_feed_forward_length"),
         "sliding_window": fields.need("attention.sliding_window"),
-    }  # fmt: skip
+    }
     scaling = _rope_scaling(fields).get("rope_scaling")
     if scaling is not None:  # the model's own; the header does not say them
         config["rope_scaling"] = scaling | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
@@ -299,5 +317,8 @@ FAMILIES: dict[str, Callable[[_Fields], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": lambda _: {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "qwen3": lambda _: {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
-    "gemma3": _gemma3, "qwen2moe": _qwen2moe, "qwen3moe": _qwen3moe, "gpt-oss": _gpt_oss,
-}  # fmt: skip
+    "gemma3": _gemma3,
+    "qwen2moe": _qwen2moe,
+    "qwen3moe": _qwen3moe,
+    "gpt-oss": _gpt_oss,
+}

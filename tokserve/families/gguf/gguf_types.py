@@ -136,9 +136,15 @@ def _q2_k(raw: Tensor, columns: int) -> QuantizedRows:
     blocks = _blocks(raw, columns, LARGE)
     codes, scales = _pairs(blocks[..., 16:80]), blocks[..., :16]
     return QuantizedRows(
-        codes.flatten(1), UNSIGNED, 16, _half(blocks, 80), _signed(scales & 15), -_half(blocks, 82),
-        _signed(scales >> 4), 16,
-    )  # fmt: skip
+        codes.flatten(1),
+        UNSIGNED,
+        16,
+        _half(blocks, 80),
+        _signed(scales & 15),
+        -_half(blocks, 82),
+        _signed(scales >> 4),
+        16,
+    )
 
 
 def _q3_k(raw: Tensor, columns: int) -> QuantizedRows:
@@ -165,6 +171,13 @@ DECODERS: dict[str, Callable[[Tensor, int], QuantizedRows]] = {
     "Q4_1": lambda raw, columns: _small(raw, columns, at=4, mins=True),
     "Q5_0": lambda raw, columns: _small(raw, columns, at=6, high=2),
     "Q5_1": lambda raw, columns: _small(raw, columns, at=8, mins=True, high=4),
-    "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
-    "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
-}  # fmt: skip
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+}

@@ -30,20 +30,29 @@ LETTERS = (
 )
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
 GPT4O_SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+" + CONTRACTIONS
-    + r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + CONTRACTIONS
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    + CONTRACTIONS
+    + r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    + CONTRACTIONS
     + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)  # fmt: skip
+)
 SPLITS = {
-    "default": GPT2_SPLIT, "gpt-2": GPT2_SPLIT, "mpt": GPT2_SPLIT, "olmo": GPT2_SPLIT,
-    "qwen2": WORDS + r"\p{N}" + REST, "deepseek-r1-qwen": WORDS + r"\p{N}" + REST,
+    "default": GPT2_SPLIT,
+    "gpt-2": GPT2_SPLIT,
+    "mpt": GPT2_SPLIT,
+    "olmo": GPT2_SPLIT,
+    "qwen2": WORDS + r"\p{N}" + REST,
+    "deepseek-r1-qwen": WORDS + r"\p{N}" + REST,
     "stablelm2": WORDS + r"\p{N}" + REST,
-    "llama-bpe": WORDS + r"\p{N}{1,3}" + REST, "llama3": WORDS + r"\p{N}{1,3}" + REST,
-    "llama-v3": WORDS + r"\p{N}{1,3}" + REST, "falcon3": WORDS + r"\p{N}{1,3}" + REST,
-    "smaug-bpe": WORDS + r"\p{N}{1,3}" + REST, "dbrx": WORDS + r"\p{N}{1,3}" + REST,
+    "llama-bpe": WORDS + r"\p{N}{1,3}" + REST,
+    "llama3": WORDS + r"\p{N}{1,3}" + REST,
+    "llama-v3": WORDS + r"\p{N}{1,3}" + REST,
+    "falcon3": WORDS + r"\p{N}{1,3}" + REST,
+    "smaug-bpe": WORDS + r"\p{N}{1,3}" + REST,
+    "dbrx": WORDS + r"\p{N}{1,3}" + REST,
     "gpt-4o": GPT4O_SPLIT,
     "tekken": LETTERS + r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-}  # fmt: skip
+}
 SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")  # then as GPT-2
 BEGINS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe", "tekken")  # begin with BOS unless told otherwise
 # of these, a word that is a token is not cut first
@@ -109,10 +118,12 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tokenizer
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
     elif name in SPLITS:
-        backend.pre_tokenizer = pre_tokenizers.Sequence([
-            pre_tokenizers.Split(Regex(SPLITS[name]), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ])  # fmt: skip
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(SPLITS[name]), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
     else:
         raise Unsupported(f"its pre-tokenizer {name!r} is not supported")
     if name in COMPOSED:
@@ -129,10 +140,15 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], *, gemma:
         raise Unsupported("the file has no score for each token")
     ranks = [-float(number) for number in range(len(tokens))] if gemma else scores
     unknown = metadata.get("tokenizer.ggml.unknown_token_id")
-    backend = tokenizers.Tokenizer(models.BPE(
-        {token: number for number, token in enumerate(spelled)}, _merges(spelled, ranks), fuse_unk=True,
-        byte_fallback=True, unk_token=None if unknown is None else tokens[unknown],
-    ))  # fmt: skip
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            {token: number for number, token in enumerate(spelled)},
+            _merges(spelled, ranks),
+            fuse_unk=True,
+            byte_fallback=True,
+            unk_token=None if unknown is None else tokens[unknown],
+        )
+    )
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", not gemma))
     replaced = normalizers.Replace(" ", SPACE)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replaced]) if prefix else replaced

@@ -128,9 +128,18 @@ def attend(
     ops.store_kv(k, v, keys, values, batch.slot_mapping)
     sinks = options.get(SINKS)
     mixed = ops.paged_attention(
-        q, keys, values, batch.block_tables, batch.query_start, batch.seq_lens, scale, window, 1.0,
-        float(options.get("softcap") or 0.0), None if sinks is None else sinks.float().contiguous(),
-    )  # fmt: skip
+        q,
+        keys,
+        values,
+        batch.block_tables,
+        batch.query_start,
+        batch.seq_lens,
+        scale,
+        window,
+        1.0,
+        float(options.get("softcap") or 0.0),
+        None if sinks is None else sinks.float().contiguous(),
+    )
     return mixed[None, ..., :size]
 
 

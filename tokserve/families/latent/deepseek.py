@@ -29,8 +29,14 @@ def deepseek3(hf: Mapping[str, Any]) -> DecoderSpec:
 
 def glm4_moe_lite(hf: Mapping[str, Any]) -> DecoderSpec:
     """GLM-4.7 Flash: DeepSeek V3's blocks; `mlp_layer_types` says which have experts, else all but the first."""
-    sizes = {"qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "kv_lora_rank": 512,
-             "q_lora_rank": 768, "rms_norm_eps": 1e-5}  # fmt: skip
+    sizes = {
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 768,
+        "rms_norm_eps": 1e-5,
+    }
     fields = ConfigReader(sizes | dict(hf))
     experts = _noaux(fields, count=64, groups=1, kept=1, chosen=4, scale=1.8, inner=1536)
     types = fields.texts("mlp_layer_types") or ["dense" if layer == 0 else "sparse" for layer in _layers(fields)]
@@ -69,8 +75,16 @@ def youtu(hf: Mapping[str, Any]) -> DecoderSpec:
 
 def minicpm3(hf: Mapping[str, Any]) -> DecoderSpec:
     """MiniCPM 3: DeepSeek V2's attention, no experts, and Granite's multipliers by other names."""
-    sizes = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "kv_lora_rank": 256, "q_lora_rank": 768,
-             "rms_norm_eps": 1e-5, "scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256}  # fmt: skip
+    sizes = {
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "kv_lora_rank": 256,
+        "q_lora_rank": 768,
+        "rms_norm_eps": 1e-5,
+        "scale_emb": 12.0,
+        "scale_depth": 1.4,
+        "dim_model_base": 256,
+    }
     fields = ConfigReader(sizes | dict(hf))
     hidden, count = fields.integer("hidden_size"), len(_layers(fields))
     return _latent(

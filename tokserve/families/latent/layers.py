@@ -134,16 +134,28 @@ class LatentAttention:
         queries = x if self.q_a is None else self.q_norm(self.q_a(x, adapters=batch.adapters))
         q = self.q(queries, adapters=batch.adapters).view(x.shape[0], self.heads, spec.plain + spec.rope.dim)
         q_rope = ops.latent_rope_store(
-            q, self.kv_a(x, adapters=batch.adapters), self.kv_norm.weight, spec.norm.eps, table, batch.positions, cache,
-            batch.slot_mapping, spec.rope.interleaved,
-        )  # [T, heads, rotated]  # fmt: skip
+            q,
+            self.kv_a(x, adapters=batch.adapters),
+            self.kv_norm.weight,
+            spec.norm.eps,
+            table,
+            batch.positions,
+            cache,
+            batch.slot_mapping,
+            spec.rope.interleaved,
+        )  # [T, heads, rotated]
         rows: LogitsRows | ForwardBatch = batch
         if logits_rows is not None:
             q, q_rope = q.index_select(0, logits_rows.tokens), q_rope.index_select(0, logits_rows.tokens)
             rows = logits_rows
         mixed = ops.latent_attention(
-            ops.linear_heads(q, self.key_weights), q_rope, cache, rows.block_tables, rows.query_start, rows.seq_lens,
+            ops.linear_heads(q, self.key_weights),
+            q_rope,
+            cache,
+            rows.block_tables,
+            rows.query_start,
+            rows.seq_lens,
             spec.scale,
-        )  # [T or n, heads, latent]  # fmt: skip
+        )  # [T or n, heads, latent]
         values = ops.linear_heads(mixed, self.value_weights)  # [T or n, heads, value_dim]
         return self.out(values.view(q.shape[0], self.heads * spec.value_dim), adapters=rows.adapters)

@@ -150,9 +150,12 @@ class Experts:
             names = [] if self.spec.stacked else [f"{e}.{s}.weight" for e in range(self.spec.experts) for s in shards]
             if self.spec.transposed:
                 parameter = Parameter(
-                    (self.spec.experts, *shape), lambda tensor: load(tensor.transpose(1, 2)), kept,
-                    rounded=self.dtype, share=1 / self._group.size,
-                )  # fmt: skip
+                    (self.spec.experts, *shape),
+                    lambda tensor: load(tensor.transpose(1, 2)),
+                    kept,
+                    rounded=self.dtype,
+                    share=1 / self._group.size,
+                )
             else:
                 parameter = Parameter(
                     (self.spec.experts, *shape), load, kept, load_stored, rounded=self.dtype, share=1 / self._group.size
@@ -290,9 +293,17 @@ class Experts:
         """`ids`, `weights` [T,k]: of the router.  `shared`, `shared_gate`: what is added, as in `ops.experts`; of
         several ranks, this one's part."""
         out = self.quant.experts(
-            x, ids, weights, self.gate_up, self.gate_up_bias, self.down, self.down_bias, self.spec.activation, shared,
+            x,
+            ids,
+            weights,
+            self.gate_up,
+            self.gate_up_bias,
+            self.down,
+            self.down_bias,
+            self.spec.activation,
+            shared,
             shared_gate,
-        )  # fmt: skip
+        )
         return out if self._group.size == 1 else self._group.add(out.float(), out.dtype)
 
 
@@ -326,9 +337,17 @@ class Router:
         spec = self.spec
         bias = None if spec.correction_bias is None else self.correction_bias
         return ops.route(
-            logits, bias, spec.chosen, spec.sigmoid, spec.groups, spec.kept_groups, spec.two_of_group, spec.normalize,
-            spec.added, spec.scale,
-        )  # fmt: skip
+            logits,
+            bias,
+            spec.chosen,
+            spec.sigmoid,
+            spec.groups,
+            spec.kept_groups,
+            spec.two_of_group,
+            spec.normalize,
+            spec.added,
+            spec.scale,
+        )
 
 
 class Mixture:

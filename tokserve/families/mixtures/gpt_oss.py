@@ -17,9 +17,13 @@ from tokserve.ops.mixture import CLAMPED_LIMIT, CLAMPED_SLOPE
 
 DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "sliding_window": 128}
 YARN = {
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
     "original_max_position_embeddings": 4096,
-}  # fmt: skip
+}
 
 
 def gpt_oss(hf: Mapping[str, Any]) -> DecoderSpec:
@@ -31,9 +35,15 @@ def gpt_oss(hf: Mapping[str, Any]) -> DecoderSpec:
     bias = fields.flag("attention_bias", True)
     windows = layer_windows(fields, window_size(fields, 128), lambda layer: layer % 2 == 0)
     spec = dense(
-        fields, windows=windows, max_position=131072, kv_heads=8, head_dim=64, qkv_bias=bias, out_bias=bias,
+        fields,
+        windows=windows,
+        max_position=131072,
+        kv_heads=8,
+        head_dim=64,
+        qkv_bias=bias,
+        out_bias=bias,
         in_attention={"sinks": True},
-    )  # fmt: skip
+    )
     mixture = MixtureSpec(
         experts=fields.integer("num_local_experts", 128),
         inner=fields.integer("intermediate_size", 2880),

@@ -64,9 +64,14 @@ def shared_mlp(fields: ConfigReader, inner: int) -> MLPSpec:
 
 
 def grouped_router(
-    fields: ConfigReader, *, chosen: int | None, normalize: bool = True, scale: float = 1.0, groups: int = 1,
+    fields: ConfigReader,
+    *,
+    chosen: int | None,
+    normalize: bool = True,
+    scale: float = 1.0,
+    groups: int = 1,
     kept: int = 1,
-) -> RouterSpec:  # fmt: skip
+) -> RouterSpec:
     """DeepSeek V3's: sigmoid scores plus a correction bias, groups by their best two; the arguments say what is assumed
     where attributes are absent."""
     return RouterSpec(
@@ -88,9 +93,13 @@ def routed_and_shared(
     `bias`: of the shared block."""
     width = fields.integer("moe_intermediate_size", inner) * fields.integer("n_shared_experts", shared)
     return mixture(
-        fields, router, count=("n_routed_experts", count), inner=("moe_intermediate_size", inner),
-        shared=replace(shared_mlp(fields, width), bias=bias), shared_name="shared_experts",
-    )  # fmt: skip
+        fields,
+        router,
+        count=("n_routed_experts", count),
+        inner=("moe_intermediate_size", inner),
+        shared=replace(shared_mlp(fields, width), bias=bias),
+        shared_name="shared_experts",
+    )
 
 
 def sparse_layers(fields: ConfigReader) -> list[bool]:
@@ -149,9 +158,12 @@ def mixtral(hf: Mapping[str, Any]) -> DecoderSpec:
     window = window_size(fields, 4096) if fields.present("sliding_window") else 0
     spec = dense(fields, windows=(window,) * layers, max_position=131072, kv_heads=8, renames=HEADLESS + MIXTRAL_NAMES)
     experts = mixture(
-        fields, RouterSpec(fields.integer("num_experts_per_tok", 2)), count=("num_local_experts", 8),
-        inner=("intermediate_size", 14336), names=("w1", "w3", "w2"),
-    )  # fmt: skip
+        fields,
+        RouterSpec(fields.integer("num_experts_per_tok", 2)),
+        count=("num_local_experts", 8),
+        inner=("intermediate_size", 14336),
+        names=("w1", "w3", "w2"),
+    )
     return with_mixture(spec, experts, [True] * layers, "block_sparse_moe")
 
 
@@ -160,9 +172,13 @@ def glm4_moe(hf: Mapping[str, Any]) -> DecoderSpec:
     fields = ConfigReader({"rms_norm_eps": 1e-5} | dict(hf))
     bias, layers = fields.flag("attention_bias"), fields.integer("num_hidden_layers")
     spec = dense(
-        fields, max_position=131072, kv_heads=8, qkv_bias=bias,
-        qk_norm=fields.flag("use_qk_norm"), rotary=0.5,
-    )  # fmt: skip
+        fields,
+        max_position=131072,
+        kv_heads=8,
+        qkv_bias=bias,
+        qk_norm=fields.flag("use_qk_norm"),
+        rotary=0.5,
+    )
     experts = routed_and_shared(fields, grouped_router(fields, chosen=8), count=128, inner=1408, shared=1)
     first = fields.integer("first_k_dense_replace", 1, minimum=0)
     spec = replace(spec, renames=no_extra_layers(fields, 1) + spec.renames)

@@ -32,9 +32,13 @@ def olmoe(hf: Mapping[str, Any]) -> DecoderSpec:
         raise fields.unsupported("clip_qkv", "is not supported")
     bias = fields.flag("attention_bias")
     spec = dense(
-        fields, max_position=4096, qkv_bias=bias, out_bias=bias, qk_norm=True,
+        fields,
+        max_position=4096,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
         in_attention=WHOLE_NORMS,
-    )  # fmt: skip
+    )
     router = RouterSpec(fields.integer("num_experts_per_tok", 8), normalize=fields.flag("norm_topk_prob"))
     experts = mixture(fields, router, count=("num_experts", 64), inner=("intermediate_size", 2048))
     return with_mixture(spec, experts, [True] * len(spec.blocks))
@@ -68,9 +72,13 @@ def ernie4_5_moe(hf: Mapping[str, Any]) -> DecoderSpec:
         fields.integer("moe_num_shared_experts", 2, minimum=0),
     )
     experts = mixture(
-        fields, router, count=("moe_num_experts", 64), inner=("moe_intermediate_size", 1536),
-        shared=shared_mlp(fields, inner * shared) if shared else None, shared_name="shared_experts",
-    )  # fmt: skip
+        fields,
+        router,
+        count=("moe_num_experts", 64),
+        inner=("moe_intermediate_size", 1536),
+        shared=shared_mlp(fields, inner * shared) if shared else None,
+        shared_name="shared_experts",
+    )
     layers = len(spec.blocks)
     first, step = fields.integer("moe_layer_start_index", 1, minimum=0), fields.integer("moe_layer_interval", 1)
     last = fields.integer("moe_layer_end_index", -1, minimum=-1)
@@ -88,8 +96,14 @@ def dots1(hf: Mapping[str, Any]) -> DecoderSpec:
     windows = layer_windows(fields, window, lambda layer: layer >= first)
     bias = fields.flag("attention_bias")
     spec = dense(
-        fields, windows=windows, max_position=2048, kv_heads=32, qkv_bias=bias, out_bias=bias, qk_norm=True,
-    )  # fmt: skip
+        fields,
+        windows=windows,
+        max_position=2048,
+        kv_heads=32,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+    )
     router = grouped_router(fields, chosen=None, normalize=False)
     experts = routed_and_shared(fields, router, count=None, inner=1408, shared=None)
     dense_layers = fields.integer("first_k_dense_replace", 0, minimum=0)
@@ -101,9 +115,14 @@ def minimax_m2(hf: Mapping[str, Any]) -> DecoderSpec:
     fields = ConfigReader({"head_dim": 128, "rope_theta": 5e6} | dict(hf))
     dim = fields.integer("head_dim")
     spec = dense(
-        fields, max_position=196608, kv_heads=8, qk_norm=True, in_attention=WHOLE_NORMS,
-        rotary=fields.integer("rotary_dim", dim) / dim, renames=no_extra_layers(fields, 0) + HEADLESS + MIXTRAL_NAMES,
-    )  # fmt: skip
+        fields,
+        max_position=196608,
+        kv_heads=8,
+        qk_norm=True,
+        in_attention=WHOLE_NORMS,
+        rotary=fields.integer("rotary_dim", dim) / dim,
+        renames=no_extra_layers(fields, 0) + HEADLESS + MIXTRAL_NAMES,
+    )
     router = RouterSpec(
         fields.integer("num_experts_per_tok", 8), sigmoid=True, correction_bias="e_score_correction_bias"
     )
@@ -126,8 +145,13 @@ def hunyuan_moe(hf: Mapping[str, Any]) -> DecoderSpec:
     for block, chosen in zip(spec.blocks, counts, strict=True):
         router = RouterSpec(ConfigReader({"moe_topk": chosen}).integer("moe_topk"))
         experts = mixture(
-            fields, router, count=("num_experts", 1), inner=("intermediate_size", 11008), router_name="gate.wg",
-            shared=shared_mlp(fields, fields.integer("intermediate_size", 11008)), shared_name="shared_mlp",
-        )  # fmt: skip
+            fields,
+            router,
+            count=("num_experts", 1),
+            inner=("intermediate_size", 11008),
+            router_name="gate.wg",
+            shared=shared_mlp(fields, fields.integer("intermediate_size", 11008)),
+            shared_name="shared_mlp",
+        )
         blocks.append(replace(block, mlp=experts))
     return replace(spec, blocks=tuple(blocks))

@@ -137,5 +137,9 @@ class Float8:
 
 FLOAT8, WNA16 = Float8(), Wna16()
 METHODS: dict[str, QuantMethod] = {
-    "int8": Int8(), "int4": Int4(), "fp8": FLOAT8, "none": UNQUANTIZED, "wna16": WNA16,
-}  # fmt: skip
+    "int8": Int8(),
+    "int4": Int4(),
+    "fp8": FLOAT8,
+    "none": UNQUANTIZED,
+    "wna16": WNA16,
+}

@@ -23,9 +23,12 @@ LFM2_NORMS = BlockNorms("operator_norm", "", "ffn_norm", "")
 # Draft heads and a vision tower are not served; text models beside a tower have a longer prefix.
 QWEN_NAMES: Renames = (("mtp.", ""), *HEADLESS)
 QWEN3_5_NAMES: Renames = (
-    ("model.visual.", ""), ("visual.", ""), ("model.language_model.", "model."),
-    ("language_model.", "model."), *QWEN_NAMES,
-)  # fmt: skip
+    ("model.visual.", ""),
+    ("visual.", ""),
+    ("model.language_model.", "model."),
+    ("language_model.", "model."),
+    *QWEN_NAMES,
+)
 
 
 def qwen3_next(hf: Mapping[str, Any]) -> DecoderSpec:
@@ -89,15 +92,16 @@ def _lfm2(fields: ConfigReader, inner: int) -> DecoderSpec:
     def block(attends: bool) -> BlockSpec:
         mixer: AttentionSpec | ShortConvSpec = attend if attends else conv
         name = "self_attn" if attends else "conv"
-        return BlockSpec(
-            mixer, feed_forward, norm, norms=LFM2_NORMS, mlp_name="feed_forward", attention_name=name
-        )  # fmt: skip
+        return BlockSpec(mixer, feed_forward, norm, norms=LFM2_NORMS, mlp_name="feed_forward", attention_name=name)
 
     return decoder(
-        fields, tuple(map(block, kinds)), max_position=128000,
+        fields,
+        tuple(map(block, kinds)),
+        max_position=128000,
         tied=fields.flag("tie_embedding", fields.flag("tie_word_embeddings")),
-        renames=(("embedding_norm.", "model.embedding_norm."), *HEADLESS), norm_name="embedding_norm",
-    )  # fmt: skip
+        renames=(("embedding_norm.", "model.embedding_norm."), *HEADLESS),
+        norm_name="embedding_norm",
+    )
 
 
 def _lfm2_width(fields: ConfigReader) -> int:
@@ -113,9 +117,14 @@ def _qwen(fields: ConfigReader, *, grouped: bool, inner: int, kv_heads: int, ren
     dim, positions = head_size(fields, 256), fields.integer("max_position_embeddings", 32768)
     bias, layers = fields.flag("attention_bias"), fields.integer("num_hidden_layers")
     attend = attention(
-        fields, dim=dim, rope=rope(fields, dim, positions, rotary=0.25), kv_heads=kv_heads, qk_norm=norm,
-        qkv_bias=bias, out_bias=bias,
-    )  # fmt: skip
+        fields,
+        dim=dim,
+        rope=rope(fields, dim, positions, rotary=0.25),
+        kv_heads=kv_heads,
+        qk_norm=norm,
+        qkv_bias=bias,
+        out_bias=bias,
+    )
     attend = replace(attend, gated=True)
     delta = _gated_delta(fields, grouped)
     feed_forward = mlp(ConfigReader({"intermediate_size": inner} | dict(fields.values)), "hidden_act", "silu")
@@ -139,17 +148,25 @@ def _gated_delta(fields: ConfigReader, grouped: bool) -> GatedDeltaSpec:
     if (activation := fields.text("hidden_act", "silu")) not in ("silu", "swish"):
         raise fields.unsupported("hidden_act", f"{activation!r} is not supported by linear attention")
     keys, values = key_heads * key_dim, heads * dim
-    names = {"in_proj_qkvz": 2 * keys + 2 * values} if grouped else {
-        "in_proj_qkv": 2 * keys + values, "in_proj_z": values,
-    }  # fmt: skip
+    names = (
+        {"in_proj_qkvz": 2 * keys + 2 * values}
+        if grouped
+        else {
+            "in_proj_qkv": 2 * keys + values,
+            "in_proj_z": values,
+        }
+    )
     return GatedDeltaSpec(
-        heads, dim, key_heads, key_dim,
+        heads,
+        dim,
+        key_heads,
+        key_dim,
         taps=fields.integer("linear_conv_kernel_dim", 4),
         eps=fields.number("rms_norm_eps", 1e-6),
         grouped=grouped,
         names=tuple(names.items()),
         rate_names=(("in_proj_ba", 2 * heads),) if grouped else (("in_proj_b", heads), ("in_proj_a", heads)),
-    )  # fmt: skip
+    )
 
 
 def _with_experts(
@@ -162,7 +179,11 @@ def _with_experts(
     )
     shared = shared_mlp(fields, fields.integer("shared_expert_intermediate_size", 512))
     experts = mixture(
-        fields, router, count=("num_experts", count), inner=("moe_intermediate_size", 512), shared=shared,
+        fields,
+        router,
+        count=("num_experts", count),
+        inner=("moe_intermediate_size", 512),
+        shared=shared,
         shared_gate=True,
-    )  # fmt: skip
+    )
     return with_mixture(spec, experts, layers)

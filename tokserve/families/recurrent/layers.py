@@ -139,9 +139,10 @@ class GatedDelta(Recurrent):
         parameters = self.project.parameters() | self.rates.parameters() | self.out.parameters()
         parameters |= {f"conv1d.{name}": parameter for name, parameter in self.conv.parameters().items()}
         for name, attribute, size in (
-            ("A_log", "a_log", self.spec.heads), ("dt_bias", "dt_bias", self.spec.heads),
+            ("A_log", "a_log", self.spec.heads),
+            ("dt_bias", "dt_bias", self.spec.heads),
             ("norm.weight", "norm_weight", self.spec.dim),
-        ):  # fmt: skip
+        ):
             parameters[name] = self._vector(attribute, size)
         return parameters
 
@@ -165,10 +166,23 @@ class GatedDelta(Recurrent):
         assert rows is not None
         spec, adapters = self.spec, batch.adapters
         mixed = ops.gated_delta(
-            self.project(x, adapters=adapters), self.rates(x, adapters=adapters), self.conv.weight, self.a_log,
-            self.dt_bias, self.norm_weight, spec.eps, spec.grouped, memory, ring, batch.query_start, batch.seq_lens,
-            rows.rows, rows.start, rows.end, rows.saves,
-        )  # [T, heads * dim]  # fmt: skip
+            self.project(x, adapters=adapters),
+            self.rates(x, adapters=adapters),
+            self.conv.weight,
+            self.a_log,
+            self.dt_bias,
+            self.norm_weight,
+            spec.eps,
+            spec.grouped,
+            memory,
+            ring,
+            batch.query_start,
+            batch.seq_lens,
+            rows.rows,
+            rows.start,
+            rows.end,
+            rows.saves,
+        )  # [T, heads * dim]
         return self._project_out(mixed, batch, logits_rows)
 
 
@@ -197,7 +211,15 @@ class ShortConv(Recurrent):
         (ring,), rows = batch.kv[layer], batch.states
         assert rows is not None
         mixed = ops.short_conv(
-            self.project(x, adapters=batch.adapters), self.conv.weight, self.conv.bias, ring, batch.query_start,
-            batch.seq_lens, rows.rows, rows.start, rows.end, rows.saves,
-        )  # [T, hidden]  # fmt: skip
+            self.project(x, adapters=batch.adapters),
+            self.conv.weight,
+            self.conv.bias,
+            ring,
+            batch.query_start,
+            batch.seq_lens,
+            rows.rows,
+            rows.start,
+            rows.end,
+            rows.saves,
+        )  # [T, hidden]
         return self._project_out(mixed, batch, logits_rows)

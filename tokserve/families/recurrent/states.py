@@ -70,9 +70,11 @@ class StateTable:
         """The columns of the step as tensors."""
         step = self.step
         return StateRows(
-            torch.from_numpy(step.rows), torch.from_numpy(step.start), torch.from_numpy(step.end),
+            torch.from_numpy(step.rows),
+            torch.from_numpy(step.start),
+            torch.from_numpy(step.end),
             torch.from_numpy(step.saves),
-        )  # fmt: skip
+        )
 
     def fill(self, into: StateColumns) -> None:
         """The columns of the step into arrays with at least as many rows and entries."""
@@ -91,6 +93,8 @@ def blank_columns(rows: int) -> tuple[StateColumns, StateRows]:
         np.full((rows, PAIR), -1, np.int32),
     )
     return columns, StateRows(
-        torch.from_numpy(columns.rows), torch.from_numpy(columns.start), torch.from_numpy(columns.end),
+        torch.from_numpy(columns.rows),
+        torch.from_numpy(columns.start),
+        torch.from_numpy(columns.end),
         torch.from_numpy(columns.saves),
-    )  # fmt: skip
+    )

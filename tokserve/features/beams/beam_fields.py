@@ -8,12 +8,35 @@ from tokserve.features.beams.beam_search import BeamSearchParams
 from tokserve.protocol.params import SamplingParams
 
 # fields of a body that beam search reads, and those that change nothing in it: of a distribution to draw from
-TAKEN = frozenset({
-    "n", "max_tokens", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "detokenize",
-    "include_stop_str_in_output", "allowed_token_ids", "logprobs", "temperature", "top_p", "top_k", "min_p", "seed",
-})  # fmt: skip
-REFUSED = ("stream", "echo", "prompt_logprobs", "prediction", "draft_token_ids", "deadline_ms", "structured_outputs",
-           "response_format", "tools")  # fmt: skip
+TAKEN = frozenset(
+    {
+        "n",
+        "max_tokens",
+        "ignore_eos",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "detokenize",
+        "include_stop_str_in_output",
+        "allowed_token_ids",
+        "logprobs",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+    }
+)
+REFUSED = (
+    "stream",
+    "echo",
+    "prompt_logprobs",
+    "prediction",
+    "draft_token_ids",
+    "deadline_ms",
+    "structured_outputs",
+    "response_format",
+    "tools",
+)
 
 
 def beam_params(body: TextBody, params: SamplingParams) -> BeamSearchParams | None:
@@ -34,12 +57,15 @@ def beam_params(body: TextBody, params: SamplingParams) -> BeamSearchParams | No
         if value and value != {"type": "text"}:
             raise invalid(name, "is not supported with use_beam_search", code="unsupported")
     return BeamSearchParams(
-        beam_width=params.n, max_tokens=1 << 30 if params.max_tokens is None else params.max_tokens,
+        beam_width=params.n,
+        max_tokens=1 << 30 if params.max_tokens is None else params.max_tokens,
         ignore_eos=params.ignore_eos,
         length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
-        include_stop_str_in_output=params.include_stop_str_in_output, skip_special_tokens=params.skip_special_tokens,
-        allowed_token_ids=params.allowed_token_ids, logprobs=params.logprobs,
-    )  # fmt: skip
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
+        allowed_token_ids=params.allowed_token_ids,
+        logprobs=params.logprobs,
+    )
 
 
 def refuse_beams(beams: BeamSearchParams | None) -> None:

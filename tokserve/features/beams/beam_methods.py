@@ -40,9 +40,15 @@ class BeamSearchOutput:
 
 
 async def search(
-    llm: AsyncLLM, prompts: Sequence[ParsedPrompt], params: BeamSearchParams, adapters: Sequence[str],
-    tokenizer: Tokenizer | None, concurrency: int, progress: Any, priority: int = 0,
-) -> list[BeamSearchOutput]:  # fmt: skip
+    llm: AsyncLLM,
+    prompts: Sequence[ParsedPrompt],
+    params: BeamSearchParams,
+    adapters: Sequence[str],
+    tokenizer: Tokenizer | None,
+    concurrency: int,
+    progress: Any,
+    priority: int = 0,
+) -> list[BeamSearchOutput]:
     """One output per prompt; `concurrency` prompts at a time.  Raises RequestError, EngineDead."""
     if len(set(adapters)) > 1:
         raise RequestError("beam search takes one lora_request for all prompts", field="lora_request")
@@ -59,7 +65,7 @@ async def search(
             llm.prepare(GenerateRequest(request_id="prompt", prompt=prompt, task=SamplingParams(max_tokens=1)))
         request = GenerateRequest(
             request_id=secrets.token_hex(16), prompt=batch[0], task=SamplingParams(), options=options
-        )  # fmt: skip
+        )
         run = BeamRun(llm, request, batch, params)
         await run.run(lambda: None, progress)
         outputs += [_output(run, index, batch[index], tokenizer) for index in range(len(batch))]
@@ -74,12 +80,14 @@ def _output(run: BeamRun, index: int, prompt: TokenPrompt, tokenizer: Tokenizer 
             raise RequestError(choice.message or f"beam search was ended ({choice.stop_detail})")
         has_eos = choice.stop_detail == "eos"
         output = choice.token_ids[:-1] if has_eos and not params.include_stop_str_in_output else choice.token_ids
-        sequences.append(BeamSearchSequence(
-            ids + output,
-            None if choice.logprobs is None else TokenLogprobs(choice.token_ids, choice.logprobs, texts=texts),
-            beam.total,
-            None if tokenizer is None else tokenizer.decode(ids + output, params.skip_special_tokens),
-            choice.finish_reason,
-            choice.token_ids[-1] if has_eos else None,
-        ))  # fmt: skip
+        sequences.append(
+            BeamSearchSequence(
+                ids + output,
+                None if choice.logprobs is None else TokenLogprobs(choice.token_ids, choice.logprobs, texts=texts),
+                beam.total,
+                None if tokenizer is None else tokenizer.decode(ids + output, params.skip_special_tokens),
+                choice.finish_reason,
+                choice.token_ids[-1] if has_eos else None,
+            )
+        )
     return BeamSearchOutput(sequences)

@@ -86,9 +86,15 @@ class BeamSearchParams(msgspec.Struct):
         allowed = self.allowed_token_ids
         mode: LogprobsMode = "raw" if allowed is None else "processed"
         return SamplingParams(
-            max_tokens=1, temperature=1.0, seed=0, ignore_eos=True, detokenize=False, allowed_token_ids=allowed,
-            logprobs=self.alternatives(ready), logprobs_mode=mode,
-        )  # fmt: skip
+            max_tokens=1,
+            temperature=1.0,
+            seed=0,
+            ignore_eos=True,
+            detokenize=False,
+            allowed_token_ids=allowed,
+            logprobs=self.alternatives(ready),
+            logprobs_mode=mode,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +206,14 @@ class BeamRun:
     """
 
     def __init__(
-        self, llm: AsyncLLM, request: GenerateRequest, prompts: Sequence[TokenPrompt], params: BeamSearchParams,
-        client: str = "", announcement: RequestAnnouncement | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        llm: AsyncLLM,
+        request: GenerateRequest,
+        prompts: Sequence[TokenPrompt],
+        params: BeamSearchParams,
+        client: str = "",
+        announcement: RequestAnnouncement | None = None,
+    ) -> None:
         self.params, self.prompts = params, prompts
         self.cached = [0] * len(prompts)
         self.times = (0.0, 0.0, 0.0)
@@ -213,11 +224,14 @@ class BeamRun:
         ends = frozenset(() if params.ignore_eos else ready.eos_token_ids)
         self.searches = [
             BeamSearch(
-                params.beam_width, min(params.max_tokens, ready.max_model_len - len(prompt.ids) // 4), ends,
-                params.length_penalty, params.logprobs is not None,
+                params.beam_width,
+                min(params.max_tokens, ready.max_model_len - len(prompt.ids) // 4),
+                ends,
+                params.length_penalty,
+                params.logprobs is not None,
             )
             for prompt in prompts
-        ]  # fmt: skip
+        ]
 
     async def run(self, accepted: Callable[[], None], progress: Callable[[], None]) -> None:
         """Search; `accepted` is called when the engine has accepted the first step, `progress` for each prompt that is
@@ -280,12 +294,19 @@ class BeamRun:
         """The results of a prompt, best first, as choices that have ended.  `detokenizer`: makes one for a text."""
         return [
             ChoiceOutput(
-                rank, list(beam.tokens), self._text(beam, detokenizer), self._logprobs(beam),
-                cached_tokens=self.cached[index], finish_reason=beam.finish_reason, stop_detail=beam.stop_detail,
-                message=beam.message, weight_versions=beam.spans(), times=self.times,
+                rank,
+                list(beam.tokens),
+                self._text(beam, detokenizer),
+                self._logprobs(beam),
+                cached_tokens=self.cached[index],
+                finish_reason=beam.finish_reason,
+                stop_detail=beam.stop_detail,
+                message=beam.message,
+                weight_versions=beam.spans(),
+                times=self.times,
             )
             for rank, beam in enumerate(self.searches[index].done)
-        ]  # fmt: skip
+        ]
 
     def _text(self, beam: Beam, detokenizer: Callable[[], Detokenizer] | None) -> str | None:
         if detokenizer is None:

@@ -52,9 +52,14 @@ class BeamTask:
     """A run in a task of its own, and its streams, one per prompt."""
 
     def __init__(
-        self, llm: AsyncLLM, request: GenerateRequest, prompts: Sequence[TokenPrompt], params: BeamSearchParams,
-        client: str, announcement: RequestAnnouncement | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        llm: AsyncLLM,
+        request: GenerateRequest,
+        prompts: Sequence[TokenPrompt],
+        params: BeamSearchParams,
+        client: str,
+        announcement: RequestAnnouncement | None = None,
+    ) -> None:
         self.run = BeamRun(llm, request, prompts, params, client, announcement)
         self.listeners: list[Callable[[], None] | None] = [None] * len(prompts)
         self.streams = [BeamStream(self, index) for index in range(len(prompts))]

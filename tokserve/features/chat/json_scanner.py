@@ -16,8 +16,10 @@ MAX_DEPTH = 256
 MAX_DIGITS = 4096  # characters of a number; Python reads integers of at most 4300 digits
 _SPACE = re.compile(r"[ \t\r\n]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
-_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u(?:[0-9a-ce-fA-CE-F][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}'
-                     r'|[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}))')  # fmt: skip
+_ESCAPE = re.compile(
+    r'\\(?:["\\/bfnrt]|u(?:[0-9a-ce-fA-CE-F][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}'
+    r"|[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}))"
+)
 _SAMPLES = (r"\n", r"\u0000", r"\ud8a0\udc00")  # of escapes
 _LONGEST_ESCAPE = len(_SAMPLES[-1])
 _ATOM = re.compile(r"[-+.0-9a-zA-Z]*")

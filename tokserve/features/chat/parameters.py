@@ -18,11 +18,21 @@ AS_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates w
 MAX_ALTERNATIVES = 256  # schemas of a parameter that are looked at
 MAX_LITERAL = 1 << 16  # characters of a list or object in Python's notation
 TYPE_OF_KEYWORDS = {  # a schema without a type that has one of these is written for values of this type
-    "properties": "object", "additionalProperties": "object", "patternProperties": "object", "required": "object",
-    "items": "array", "prefixItems": "array", "minItems": "array", "maxItems": "array", "uniqueItems": "array",
-    "minimum": "number", "maximum": "number", "exclusiveMinimum": "number", "exclusiveMaximum": "number",
+    "properties": "object",
+    "additionalProperties": "object",
+    "patternProperties": "object",
+    "required": "object",
+    "items": "array",
+    "prefixItems": "array",
+    "minItems": "array",
+    "maxItems": "array",
+    "uniqueItems": "array",
+    "minimum": "number",
+    "maximum": "number",
+    "exclusiveMinimum": "number",
+    "exclusiveMaximum": "number",
     "multipleOf": "number",
-}  # fmt: skip
+}
 _WRONG_ESCAPE = re.compile(r"\\[^\\'\"abfnrtvx0-7NuU]")  # Python warns of it
 _NOT_ONLY_A_TYPE = {"anyOf", "oneOf", "allOf", "$ref", "enum", "const"}
 

@@ -60,8 +60,10 @@ class Tokenization(NamedTuple):
 
 AS_USUAL = Tokenization()
 MEANINGS: dict[str, tuple[Any, ...]] = {  # of vLLM's names, with the values that are the default
-    "padding": (None, False, "do_not_pad"), "pad_prompt_tokens": (None,), "return_token_offsets": (None, False),
-}  # fmt: skip
+    "padding": (None, False, "do_not_pad"),
+    "pad_prompt_tokens": (None,),
+    "return_token_offsets": (None, False),
+}
 
 
 def tokenization(values: Mapping[str, Any] | None) -> Tokenization:

@@ -40,9 +40,10 @@ class SpecialTexts:
         self.all = frozenset(
             text
             for token in tokenizer.added_ids
-            if (text := tokenizer.spelling(token)) and text.strip()
+            if (text := tokenizer.spelling(token))
+            and text.strip()
             and (token in tokenizer.special_ids or text in named or text in sources)
-        )  # fmt: skip
+        )
         self._beginnings = {text[:n] for text in self.all for n in range(1, len(text))}
         self._ends = {text[-n:] for text in self.all for n in range(1, len(text))}
         self._first = {text[0] for text in self.all}
@@ -126,20 +127,18 @@ class HiddenTexts:
         if not isinstance(content, list) or not is_answer:
             return self.hide(field, content)
         return [
-            {
-                name: self._hidden(f"{field}[{index}].{name}", text, name == "text")
-                for name, text in part.items()
-            }
+            {name: self._hidden(f"{field}[{index}].{name}", text, name == "text") for name, text in part.items()}
             for index, part in enumerate(content)
-        ]  # fmt: skip
+        ]
 
     def _hidden(self, field: str, text: str, is_answer: bool = False) -> str:
         if self._treatment == "refuse" and (spelled := self._special.in_text(text, answer=is_answer)):
             raise RequestError(
                 f"{field} holds the text {spelled[:SHOWN]!r}, which is a special token of this model; this server "
                 "refuses those in contents (--special-tokens-in-content refuse)",
-                field=field, code="special_token",
-            )  # fmt: skip
+                field=field,
+                code="special_token",
+            )
         return self._special.replaced(text, self._placeholder, answer=is_answer)
 
     def _placeholder(self, text: str) -> str:
@@ -154,8 +153,10 @@ class HiddenTexts:
             if len(pattern.findall(restored)) > len(pattern.findall(rendered)):
                 raise RequestError(
                     "messages: their texts together spell a special token of this model; this server refuses those in "
-                    "contents (--special-tokens-in-content refuse)", field="messages", code="special_token",
-                )  # fmt: skip
+                    "contents (--special-tokens-in-content refuse)",
+                    field="messages",
+                    code="special_token",
+                )
         return restored
 
     def encode(self, rendered: str, *, add_special_tokens: bool) -> list[int] | None:

@@ -50,9 +50,10 @@ THINKING = (
 QUESTION = {"role": "user", "content": "probe"}
 ARGUMENTS = {"probe_key": "probe_value"}
 FUNCTION: dict[str, Any] = {
-    "name": "probe_function", "description": "probe",
+    "name": "probe_function",
+    "description": "probe",
     "parameters": {"type": "object", "properties": {"probe_key": {"type": "string", "description": "probe"}}},
-}  # fmt: skip
+}
 CALL = {"id": "probe0001", "type": "function", "function": {"name": FUNCTION["name"], "arguments": ARGUMENTS}}
 
 

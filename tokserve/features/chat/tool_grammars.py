@@ -147,10 +147,12 @@ class _CallRules:
         often = "*" if max_calls is None else f"{{0,{max_calls - 1}}}"
         more = "" if max_calls == 1 else f"(gap? call){often}"
         rules = {
-            "call": f"{opens} inside", "inside": f"gap? body gap? {closes}" if closes else "gap? body", "gap": GAP,
+            "call": f"{opens} inside",
+            "inside": f"gap? body gap? {closes}" if closes else "gap? body",
+            "gap": GAP,
             "calls": f"{frames[0] if frames else opens} rest",
             "rest": f"call {more} {frames[1]}" if frames else f"inside {more}",
-        }  # fmt: skip
+        }
         if form.bare:
             rules["calls"] += " | body" + ("" if max_calls == 1 else f' (gap? ";" gap? body){often}')
         if form.body == "xml":
@@ -286,11 +288,13 @@ def _any_of(functions: Functions, key: str) -> dict[str, Any]:
     pointers = {name: f"#/$defs/{quote(name.replace('~', '~0').replace('/', '~1'))}" for name in functions}
     calls = [
         {
-            "type": "object", "properties": {"name": {"const": name}, key: {"$ref": pointer}},
-            "required": ["name", key], "additionalProperties": False,
+            "type": "object",
+            "properties": {"name": {"const": name}, key: {"$ref": pointer}},
+            "required": ["name", key],
+            "additionalProperties": False,
         }
         for name, pointer in pointers.items()
-    ]  # fmt: skip
+    ]
     definitions = {name: _rebase_refs(_closed(functions[name]), pointer) for name, pointer in pointers.items()}
     return {"anyOf": calls, "$defs": definitions}
 

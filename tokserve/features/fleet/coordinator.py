@@ -32,10 +32,21 @@ PHASES = {
     "wake_up": 0,
 }
 # the commands that change what an engine takes over from another
-STATE_COMMANDS = frozenset({
-    "pause", "resume", "sleep", "release_memory", "wake_up", "release_kv_cache_memory", "update_weights_from_dir",
-    "finish_weight_update", "update_weight_version", "load_lora_adapter", "unload_lora_adapter",
-})  # fmt: skip
+STATE_COMMANDS = frozenset(
+    {
+        "pause",
+        "resume",
+        "sleep",
+        "release_memory",
+        "wake_up",
+        "release_kv_cache_memory",
+        "update_weights_from_dir",
+        "finish_weight_update",
+        "update_weight_version",
+        "load_lora_adapter",
+        "unload_lora_adapter",
+    }
+)
 WORKER_CALLS = ("collective_rpc", "apply_model")  # they may change weights
 ONE_AT_A_TIME = "wake_up"  # memory is there once
 TAKEN_BACK = object()  # the result of a command that another engine refused

@@ -204,9 +204,10 @@ class Replicas:
         self._router.forget(engine.rank)  # its cache is empty
         async with self._coordinator.settled():
             serving = [
-                other.status for other in self.engines
+                other.status
+                for other in self.engines
                 if other is not engine and other.down is None and other.status.quarantine is None
-            ]  # fmt: skip
+            ]
             lost = [other.lost for other in self.engines if other.lost is not None]
             newest = max(lost, key=lambda one: (one.status.quarantine is None, one.at), default=None)
             yield serving[0] if serving else last if newest is None else newest.status

@@ -35,9 +35,7 @@ class PrefixRouter:
         request = requests[0]
         options = request.engine_requests[0].options
         keys = self._prefix_keys(request.prompt.ids, (options.adapter, options.cache_salt))
-        groups = [
-            (kind, name) for kind, name in (("group", options.group_id), ("drafts", options.draft_group)) if name
-        ]  # fmt: skip
+        groups = [(kind, name) for kind, name in (("group", options.group_id), ("drafts", options.draft_group)) if name]
         engine = self._group_engine(groups, loads)
         if engine is None:
             engine = self._cheapest(keys, loads)

@@ -158,8 +158,11 @@ class Grammars:
             kept = set(self._kept.values())
             in_use = sum(_size(grammar) for grammar in self._all if grammar not in kept)
         if in_use + size > IN_USE * self._limit:
-            return QueueFull("the grammars of running requests take all the memory that grammars may (--grammar-cache-"
-                             "bytes)", retry_after=RETRY, code="queue_full")  # fmt: skip
+            return QueueFull(
+                "the grammars of running requests take all the memory that grammars may (--grammar-cache-bytes)",
+                retry_after=RETRY,
+                code="queue_full",
+            )
         return None
 
     def _end(self, job: _Job, outcome: Grammar | Exception) -> None:

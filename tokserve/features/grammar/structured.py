@@ -17,9 +17,12 @@ from tokserve.server.compat import IGNORED_OPTIONS, OTHER_NAMES
 from tokserve.server.http import body, errors
 
 PARTS = {  # of structured_outputs, by names that they have elsewhere
-    "json": ("guided_json", "json_schema"), "regex": ("guided_regex", "regex"), "choice": ("guided_choice",),
-    "grammar": ("guided_grammar", "ebnf", "grammar"), "json_object": ("guided_json_object",),
-}  # fmt: skip
+    "json": ("guided_json", "json_schema"),
+    "regex": ("guided_regex", "regex"),
+    "choice": ("guided_choice",),
+    "grammar": ("guided_grammar", "ebnf", "grammar"),
+    "json_object": ("guided_json_object",),
+}
 
 
 class _JsonSchemaField(msgspec.Struct, forbid_unknown_fields=True):
@@ -49,8 +52,9 @@ def refuse_other_names(name: str, value: Any, prefix: str = "") -> None:
         part = next((f".{part}" for part, names in PARTS.items() if name in names), "")
         raise RequestError(
             f"{prefix}{name} is not supported by this server; use {prefix}structured_outputs{part}",
-            field=prefix + name, code="unsupported",
-        )  # fmt: skip
+            field=prefix + name,
+            code="unsupported",
+        )
 
 
 def drop_ignored_fields(value: dict[Any, Any], path: str) -> dict[Any, Any]:

@@ -17,19 +17,29 @@ from tokserve.models.spec import activation
 
 # The tower's names with and without the prefix of the whole model, and with that of its module in older checkpoints.
 TOWERS = (
-    "model.vision_tower.vision_model.", "vision_tower.vision_model.", "model.vision_tower.", "vision_tower.",
-)  # fmt: skip
+    "model.vision_tower.vision_model.",
+    "vision_tower.vision_model.",
+    "model.vision_tower.",
+    "vision_tower.",
+)
 PROJECTORS = ("model.multi_modal_projector.", "multi_modal_projector.")
 TEXT: Renames = (
-    ("model.language_model.", "model."), ("language_model.lm_head.", "lm_head."), ("language_model.model.", "model."),
+    ("model.language_model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("language_model.model.", "model."),
     ("language_model.", "model."),
-)  # fmt: skip
+)
 HEADS: Renames = tuple((f"{tower}head.", "") for tower in TOWERS)  # pool an image to one row: not used here
 # What transformers assumes where the text model's config has no such attribute.
 ABSENT = {
-    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-}  # fmt: skip
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+}
 
 
 def gemma3(hf: Mapping[str, Any]) -> DecoderSpec:
@@ -57,13 +67,23 @@ def _tower(text: ConfigReader, fields: ConfigReader) -> SiglipSpec:
     if across**2 != tokens or side == 0 or side % across:
         raise text.refuse(
             "mm_tokens_per_image", f"must be the square of a divisor of the {side} patches of a row, found {tokens}"
-        )  # fmt: skip
+        )
     feed_forward = MLPSpec(
-        fields.integer("intermediate_size", 3072), kind, bias=True, gated=False, up_names=("fc1",),
+        fields.integer("intermediate_size", 3072),
+        kind,
+        bias=True,
+        gated=False,
+        up_names=("fc1",),
         down_name="fc2",
-    )  # fmt: skip
+    )
     return SiglipSpec(
-        (fields.integer("num_channels", 3), patch, patch), hidden, fields.integer("num_hidden_layers", 12), heads,
-        feed_forward, NormSpec(fields.number("layer_norm_eps", 1e-6), kind="layer", bias=True), side, side // across,
+        (fields.integer("num_channels", 3), patch, patch),
+        hidden,
+        fields.integer("num_hidden_layers", 12),
+        heads,
+        feed_forward,
+        NormSpec(fields.number("layer_norm_eps", 1e-6), kind="layer", bias=True),
+        side,
+        side // across,
         text.integer("hidden_size"),
-    )  # fmt: skip
+    )

@@ -68,8 +68,9 @@ class ImageSlots:
         if count != len(self.images):
             raise RequestError(
                 f"messages: the chat template writes {count} of {self.written!r} for {len(self.images)} images",
-                field="messages", code="placeholder_mismatch",
-            )  # fmt: skip
+                field="messages",
+                code="placeholder_mismatch",
+            )
 
     def expanded(self, rendered: str) -> str:
         """The text with the placeholders of the images."""
@@ -169,8 +170,10 @@ def check_count(images: Sequence[ImageUrl], limit: int) -> None:
     if len(images) > limit:
         raise RequestError(  # vLLM's words, which clients may look for
             f"At most {limit} image(s) may be provided in one prompt. Set `--limit-mm-per-prompt` to increase this "
-            "limit.", field=images[limit].field, code="too_many_images",
-        )  # fmt: skip
+            "limit.",
+            field=images[limit].field,
+            code="too_many_images",
+        )
 
 
 def expand(
@@ -191,9 +194,11 @@ def check_placeholders(count: int, images: int, token_id: int, field: str) -> No
     """Raise RequestError naming `field` unless there are as many placeholders as images."""
     if count != images:
         raise invalid(
-            field, f"must hold one placeholder (token id {token_id}) for each image, not a run of them: there are "
-            f"{count} for {images} {'image' if images == 1 else 'images'}", code="placeholder_mismatch",
-        )  # fmt: skip
+            field,
+            f"must hold one placeholder (token id {token_id}) for each image, not a run of them: there are "
+            f"{count} for {images} {'image' if images == 1 else 'images'}",
+            code="placeholder_mismatch",
+        )
 
 
 def _url(field: str, value: Any) -> str:

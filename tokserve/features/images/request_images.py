@@ -134,8 +134,9 @@ def read_features(
             if image is None:
                 raise Unavailable(
                     f"{field} is null, and no image of the name {name[:100]!r} is in the cache: send its data",
-                    field=field, code="multimodal_cache_miss",
-                )  # fmt: skip
+                    field=field,
+                    code="multimodal_cache_miss",
+                )
         else:
             encoded = _image(text, kind, field)
             image = hashlib.sha256(name.encode() + b"\0" + hashlib.sha256(encoded).digest()).digest(), encoded
@@ -178,9 +179,10 @@ def _check_place(ids: NDArray[np.int32], place: PlaceOptions, kind: ImageFormat,
     if (run != kind.token_id).any():
         at = place.offset + int(np.flatnonzero(run != kind.token_id)[0])
         raise invalid(
-            field, f"must be a run of the placeholder {kind.token_id}, and token_ids[{at}] is {int(ids[at])}",
+            field,
+            f"must be a run of the placeholder {kind.token_id}, and token_ids[{at}] is {int(ids[at])}",
             code="placeholder_mismatch",
-        )  # fmt: skip
+        )
 
 
 def _image(text: str, kind: ImageFormat, field: str) -> bytes:
@@ -290,7 +292,7 @@ def _item(feature: Feature, kind: ImageFormat) -> str:
             "data": ["int64", [3], msgspec.msgpack.Ext(RAW_VIEW, sizes.tobytes())],
             "field": ["batched", {"keep_on_cpu": True}],
         },
-    }  # fmt: skip
+    }
     return binascii.b2a_base64(msgspec.msgpack.encode(item), newline=False).decode()
 
 

@@ -65,9 +65,11 @@ class Projector:
         """`mm_input_projection_weight` [hidden, outputs], the transpose of what a linear layer has, and the norm's."""
         kept = self.linear.parameters()["projection.weight"]
         weight = Parameter(
-            (self.hidden, self.outputs), lambda tensor: self.linear.load("projection", tensor.t().contiguous()),
-            kept.dtype, rounded=kept.rounded,
-        )  # fmt: skip
+            (self.hidden, self.outputs),
+            lambda tensor: self.linear.load("projection", tensor.t().contiguous()),
+            kept.dtype,
+            rounded=kept.rounded,
+        )
         return {"mm_input_projection_weight": weight} | under("mm_soft_emb_norm", self.norm.parameters())
 
     def __call__(self, rows: Tensor) -> Tensor:  # [n, hidden] -> [n / merge / merge, outputs]

@@ -66,9 +66,12 @@ class PatchEmbedding:
         parameters, name = self.linear.parameters(), f"{self.name}.weight"
         flat = parameters[name]
         parameters[name] = Parameter(
-            self.shape, lambda weight: self.linear.load(self.name, weight.flatten(1)), flat.dtype,
-            rounded=flat.rounded, places=flat.places,
-        )  # fmt: skip
+            self.shape,
+            lambda weight: self.linear.load(self.name, weight.flatten(1)),
+            flat.dtype,
+            rounded=flat.rounded,
+            places=flat.places,
+        )
         return parameters
 
     def __call__(self, patches: Tensor) -> Tensor:  # [n, pixels] float32 -> [n, hidden]
@@ -141,9 +144,19 @@ class RunAttention:
         keys, values = self.keys, self.values
         q = ops.norm_rope_store(qkv, None, None, 0.0, self.table, runs.positions, keys, values, runs.slots)
         mixed = ops.paged_attention(
-            q, keys, values, runs.block_tables, runs.query_start, runs.seq_lens, self.scale, 0, 1.0, 0.0, None,
+            q,
+            keys,
+            values,
+            runs.block_tables,
+            runs.query_start,
+            runs.seq_lens,
+            self.scale,
+            0,
+            1.0,
+            0.0,
+            None,
             runs.bidirectional,
-        )  # fmt: skip
+        )
         return mixed.view(len(qkv), -1)
 
 

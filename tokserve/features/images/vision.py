@@ -26,8 +26,9 @@ Int64 = NDArray[np.int64]
 # what the processors in transformers take where preprocessor_config.json says nothing
 GEMMAS = {"image_mean": (0.5,), "image_std": (0.5,)}
 QWENS = {
-    "image_mean": (0.48145466, 0.4578275, 0.40821073), "image_std": (0.26862954, 0.26130258, 0.27577711),
-}  # fmt: skip
+    "image_mean": (0.48145466, 0.4578275, 0.40821073),
+    "image_std": (0.26862954, 0.26130258, 0.27577711),
+}
 GEMMA = "Gemma3ForConditionalGeneration"
 
 
@@ -84,10 +85,18 @@ def _gemma_format(hf: Mapping[str, Any], vision: Mapping[str, Any], processor: M
     across = isqrt(_integer(hf, "mm_tokens_per_image", hf.get("mm_tokens_per_image", 256)))
     side = pixels // size
     return ImageFormat(
-        token_id=token("image", 262144), start_id=token("boi", 255999), end_id=token("eoi", 256000), size=size,
-        temporal=1, merge=side // across, channels=channels, **_normalization(processor, channels, GEMMAS), axes=False,
-        side=side, bidirectional=True,
-    )  # fmt: skip
+        token_id=token("image", 262144),
+        start_id=token("boi", 255999),
+        end_id=token("eoi", 256000),
+        size=size,
+        temporal=1,
+        merge=side // across,
+        channels=channels,
+        **_normalization(processor, channels, GEMMAS),
+        axes=False,
+        side=side,
+        bidirectional=True,
+    )
 
 
 def _normalization(
@@ -156,7 +165,7 @@ def check_image(feature: Feature, kind: ImageFormat, field: str = "features") ->
         raise RequestError(
             f"{field}: the grid of an image must be (1, h, w), h and w multiples of {merge}, got {tuple(grid)}",
             field=field,
-        )  # fmt: skip
+        )
     if kind.side and (grid.h, grid.w) != (kind.side, kind.side):
         raise RequestError(
             f"{field}: the grid of an image must be (1, {kind.side}, {kind.side}), got {tuple(grid)}", field=field
@@ -168,12 +177,14 @@ def check_image(feature: Feature, kind: ImageFormat, field: str = "features") ->
         raise RequestError(
             f"{field}: an image of grid {tuple(grid)} needs {grid.patches} patches of {kind.patch_elements} pixels",
             field=field,
-        )  # fmt: skip
+        )
     if kind.num_tokens(grid) != feature.length:
         raise RequestError(
             f"{field}: an image of grid {tuple(grid)} has {kind.num_tokens(grid)} tokens, got a run of "
-            f"{feature.length} placeholders", field=field, code="placeholder_mismatch",
-        )  # fmt: skip
+            f"{feature.length} placeholders",
+            field=field,
+            code="placeholder_mismatch",
+        )
     if DTYPES[number].kind == "f" and not np.isfinite(np.frombuffer(feature.data, "<f4", offset=HEADER.size)).all():
         raise RequestError(f"{field}: pixels must be finite", field=field)
 

@@ -22,8 +22,10 @@ from tokserve.models.spec import activation
 
 # The tower's names, and those of the text model, in checkpoints of before and since transformers 4.52.
 NAMES: Renames = (
-    ("visual.", "model.visual."), ("model.language_model.", "model."), ("language_model.", "model."),
-)  # fmt: skip
+    ("visual.", "model.visual."),
+    ("model.language_model.", "model."),
+    ("language_model.", "model."),
+)
 WITHOUT_TOWER: Renames = (("model.visual.", ""), ("visual.", ""))
 
 
@@ -115,9 +117,7 @@ def _with_axes(fields: ConfigReader, block: BlockSpec) -> BlockSpec:
         axes = axes[:count]
     else:
         axes = [axis for axis, length in enumerate(sections) for _ in range(length)]
-    return replace(
-        block, attention=replace(block.attention, rope=replace(block.attention.rope, axes=tuple(axes)))
-    )  # fmt: skip
+    return replace(block, attention=replace(block.attention, rope=replace(block.attention.rope, axes=tuple(axes))))
 
 
 def _patch(fields: ConfigReader) -> tuple[int, int, int, int]:
@@ -155,12 +155,16 @@ def _qwen2_5_tower(text: ConfigReader, fields: ConfigReader) -> VisionSpec:
     patch, merge = _patch(fields), fields.integer("spatial_merge_size", 2)
     kind = activation(fields, "hidden_act", "silu", only_built_in=True)
     return VisionSpec(
-        patch, hidden, depth, _heads(fields, hidden),
-        MLPSpec(fields.integer("intermediate_size"), kind, bias=True), norm,
+        patch,
+        hidden,
+        depth,
+        _heads(fields, hidden),
+        MLPSpec(fields.integer("intermediate_size"), kind, bias=True),
+        norm,
         MergerSpec(hidden, merge, _outputs(text, fields), norm, "ln_q", "mlp.0", "mlp.2"),
         window=max(1, fields.integer("window_size", 112) // merge // patch[-1]),
         whole=_layers(fields, "fullatt_block_indexes", depth, [7, 15, 23, 31]),
-    )  # fmt: skip
+    )
 
 
 def _qwen3_tower(text: ConfigReader, fields: ConfigReader) -> VisionSpec:
@@ -178,8 +182,13 @@ def _qwen3_5_tower(text: ConfigReader, fields: ConfigReader) -> VisionSpec:
     kind = activation(fields, "hidden_act", "gelu_pytorch_tanh", only_built_in=True)
     names: dict[str, Any] = {"up_names": ("linear_fc1",), "down_name": "linear_fc2"}
     return VisionSpec(
-        _patch(fields), hidden, depth, _heads(fields, hidden),
-        MLPSpec(fields.integer("intermediate_size"), kind, bias=True, gated=False, **names), norm,
+        _patch(fields),
+        hidden,
+        depth,
+        _heads(fields, hidden),
+        MLPSpec(fields.integer("intermediate_size"), kind, bias=True, gated=False, **names),
+        norm,
         MergerSpec(hidden, fields.integer("spatial_merge_size", 2), _outputs(text, fields), norm),
-        patch_bias=True, side=side,
-    )  # fmt: skip
+        patch_bias=True,
+        side=side,
+    )

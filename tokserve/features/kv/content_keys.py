@@ -24,9 +24,7 @@ def identity_of(parts: Mapping[str, str]) -> bytes:
     return hashlib.sha256(msgspec.msgpack.encode(sorted(parts.items()))).digest()
 
 
-def content_keys(
-    identity: bytes, table: BlockTable, tokens: array[int], count: int, block_size: int
-) -> list[bytes]:  # fmt: skip
+def content_keys(identity: bytes, table: BlockTable, tokens: array[int], count: int, block_size: int) -> list[bytes]:
     """Keys of the first `count` full blocks of a table whose hashes are current; none if the adapter's weights are not
     known."""
     adapter = table.adapter

@@ -58,9 +58,16 @@ class EventLog:
         self._events: list[Event] = []
 
     def stored(
-        self, parent: bytes | None, hashes: Sequence[bytes], tokens: array[int], start: int, *,
-        adapter: Adapter | None = None, cache_salt: str = "", features: Sequence[Feature] = (),
-    ) -> None:  # fmt: skip
+        self,
+        parent: bytes | None,
+        hashes: Sequence[bytes],
+        tokens: array[int],
+        start: int,
+        *,
+        adapter: Adapter | None = None,
+        cache_salt: str = "",
+        features: Sequence[Feature] = (),
+    ) -> None:
         """Blocks of the tokens from position `start` on can be found."""
         self.add(
             self.described(parent, hashes, tokens, start, adapter=adapter, cache_salt=cache_salt, features=features)
@@ -71,9 +78,16 @@ class EventLog:
         self._events.append(event)
 
     def described(
-        self, parent: bytes | None, hashes: Sequence[bytes], tokens: array[int], start: int, *,
-        adapter: Adapter | None = None, cache_salt: str = "", features: Sequence[Feature] = (),
-    ) -> BlockStored:  # fmt: skip
+        self,
+        parent: bytes | None,
+        hashes: Sequence[bytes],
+        tokens: array[int],
+        start: int,
+        *,
+        adapter: Adapter | None = None,
+        cache_salt: str = "",
+        features: Sequence[Feature] = (),
+    ) -> BlockStored:
         """The event that tells of blocks of the tokens from position `start` on, in the memory that steps read."""
         size = self.block_size
         extra = [
@@ -81,11 +95,15 @@ class EventLog:
             for position in range(start, start + len(hashes) * size, size)
         ]
         return BlockStored(
-            [external(block_hash) for block_hash in hashes], None if parent is None else external(parent),
-            tokens[start : start + len(hashes) * size].tolist(), size,
-            None if adapter is None else adapter.generation, MEDIUM, None if adapter is None else adapter.name,
+            [external(block_hash) for block_hash in hashes],
+            None if parent is None else external(parent),
+            tokens[start : start + len(hashes) * size].tolist(),
+            size,
+            None if adapter is None else adapter.generation,
+            MEDIUM,
+            None if adapter is None else adapter.name,
             extra if any(extra) else None,
-        )  # fmt: skip
+        )
 
     def removed(self, block_hash: bytes) -> None:
         """A block cannot be found any more."""

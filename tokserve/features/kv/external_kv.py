@@ -25,9 +25,17 @@ class ExternalKV:
     """
 
     def __init__(
-        self, config: KVConfig, cache: PrefixCache, executor: Executor, weights: WeightChanges, facts: dict[str, Any],
-        *, tokens_per_second: Callable[[], float], clock: Callable[[], float], wake: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        config: KVConfig,
+        cache: PrefixCache,
+        executor: Executor,
+        weights: WeightChanges,
+        facts: dict[str, Any],
+        *,
+        tokens_per_second: Callable[[], float],
+        clock: Callable[[], float],
+        wake: Callable[[], None],
+    ) -> None:
         """Waits until the device has computed the digest of the weights.  Raises StartError."""
         self.store: KVStore | None = None
         self.watch: IdentityWatch | None = None
@@ -37,9 +45,15 @@ class ExternalKV:
             return
         block_bytes = facts["kv_block_bytes"]
         self.store = KVStore(
-            cache, executor.copy, num_slots=facts["kv_store_slots"], block_bytes=block_bytes,
-            has_files=plan.directory is not None, tokens_per_second=tokens_per_second, clock=clock, wake=wake,
-        )  # fmt: skip
+            cache,
+            executor.copy,
+            num_slots=facts["kv_store_slots"],
+            block_bytes=block_bytes,
+            has_files=plan.directory is not None,
+            tokens_per_second=tokens_per_second,
+            clock=clock,
+            wake=wake,
+        )
         self.watch = IdentityWatch(self.store, weights, executor.background, executor.copy, wake)
         self.watch.start()
         if (transfer := config.transfer()) is not None:

@@ -33,9 +33,13 @@ class IdentityWatch:
     """`parts`: of the identity, for errors; empty while it is not known."""
 
     def __init__(
-        self, store: KVStore, weights: WeightChanges, background: Callable[[str, dict[str, Any]], Future[Any]],
-        copy: Copy, wake: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        store: KVStore,
+        weights: WeightChanges,
+        background: Callable[[str, dict[str, Any]], Future[Any]],
+        copy: Copy,
+        wake: Callable[[], None],
+    ) -> None:
         self._store = store
         self._weights = weights
         self._background = background
@@ -53,8 +57,11 @@ class IdentityWatch:
         while self._pending is not None:
             self._pending.exception()  # is there
             self.poll()
-        logger.info("KV store: %d blocks in files; digest of weights in %.2f s", self._store.stats().file_blocks,
-                    time.monotonic() - began)  # fmt: skip
+        logger.info(
+            "KV store: %d blocks in files; digest of weights in %.2f s",
+            self._store.stats().file_blocks,
+            time.monotonic() - began,
+        )
 
     @property
     def busy(self) -> bool:

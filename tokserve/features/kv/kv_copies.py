@@ -53,10 +53,15 @@ class KVCopies:
         if plan.directory is not None:
             self._files = BlockFiles(plan.directory, plan.disk_bytes, self.slot_bytes)
         self._methods: dict[str, Callable[..., Any]] = {
-            "save_blocks": self._save, "load_blocks": self._load, "write_files": self._write,
-            "read_files": self._read, "use_identity": self._use, "clear_files": self._clear,
-            "read_blocks": self._read_blocks, "write_blocks": self._write_blocks,
-        }  # fmt: skip
+            "save_blocks": self._save,
+            "load_blocks": self._load,
+            "write_files": self._write,
+            "read_files": self._read,
+            "use_identity": self._use,
+            "clear_files": self._clear,
+            "read_blocks": self._read_blocks,
+            "write_blocks": self._write_blocks,
+        }
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
         return self._methods[method](**args)

@@ -95,9 +95,17 @@ class KVStore:
     has ended; `tokens_per_second`: see `LoadRates`."""
 
     def __init__(
-        self, cache: PrefixCache, copy: Copy, *, num_slots: int, block_bytes: int, has_files: bool,
-        tokens_per_second: Callable[[], float], clock: Callable[[], float], wake: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        cache: PrefixCache,
+        copy: Copy,
+        *,
+        num_slots: int,
+        block_bytes: int,
+        has_files: bool,
+        tokens_per_second: Callable[[], float],
+        clock: Callable[[], float],
+        wake: Callable[[], None],
+    ) -> None:
         self._cache = cache
         self._copy_in_lane = copy
         self._has_files = has_files
@@ -196,9 +204,7 @@ class KVStore:
         self._events.describe(table, tokens, new, new_keys)
         self._saving.update(dict.fromkeys(hashes, future))
         self._new_keys.update(new_keys)
-        self._saves.append(
-            Save(future, self._identity, new_keys, slots, hashes, self._cache.generation, self._era)
-        )  # fmt: skip
+        self._saves.append(Save(future, self._identity, new_keys, slots, hashes, self._cache.generation, self._era))
 
     def _is_kept(self, key: bytes) -> bool:
         if key in self._slots:
@@ -273,9 +279,7 @@ class KVStore:
 
     # --- blocks that come back ---
 
-    def load(
-        self, table: BlockTable, tokens: array[int], hits: int, usable: int, *, must: bool = False
-    ) -> bool:  # fmt: skip
+    def load(self, table: BlockTable, tokens: array[int], hits: int, usable: int, *, must: bool = False) -> bool:
         """Begin to load what is kept of the blocks after the first `hits`, if that is faster than computing them, or
         `must` be done; whether the table's request waits for it."""
         if self._identity is None:
@@ -332,15 +336,22 @@ class KVStore:
         self._slots.unpin(slot for slot in in_memory if slot not in set(slots))
         now = self._clock()
         load = BlockLoad(
-            self._cache.begin_load(table, hits, len(keys)), tokens[: (hits + len(keys)) * self._cache.block_size],
-            keys, slots, read, now, now + self._rates.patience(len(read)), self._era,
-        )  # fmt: skip
+            self._cache.begin_load(table, hits, len(keys)),
+            tokens[: (hits + len(keys)) * self._cache.block_size],
+            keys,
+            slots,
+            read,
+            now,
+            now + self._rates.patience(len(read)),
+            self._era,
+        )
         self._loads.append(load)
         if read:
             args = {
-                "identity": self._identity, "keys": [keys[index] for index in read],
+                "identity": self._identity,
+                "keys": [keys[index] for index in read],
                 "slots": [slots[index] for index in read],
-            }  # fmt: skip
+            }
             load.future = self._copy("read", "read_files", args)
         elif self._place(load):
             self._loads.remove(load)

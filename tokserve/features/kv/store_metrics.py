@@ -10,9 +10,18 @@ from prometheus_client.metrics_core import Metric
 from tokserve.client.outputs import StoreStats
 
 OPERATIONS = (
-    "saved", "written", "loaded", "read", "dropped", "failed_writes", "damaged", "declined", "given_up",
-    "sent", "received",
-)  # fmt: skip
+    "saved",
+    "written",
+    "loaded",
+    "read",
+    "dropped",
+    "failed_writes",
+    "damaged",
+    "declined",
+    "given_up",
+    "sent",
+    "received",
+)
 
 
 Labelled = Sequence[tuple[Sequence[str], StoreStats, float]]

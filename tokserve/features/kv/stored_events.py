@@ -31,9 +31,14 @@ class StoredEvents:
         for index, key in zip(indices, keys, strict=True):
             parent = table.hashes[index - 1] if index else None
             self._blocks[key] = self._log.described(
-                parent, table.hashes[index : index + 1], tokens, index * self._log.block_size,
-                adapter=table.adapter, cache_salt=table.cache_salt, features=table.features,
-            )  # fmt: skip
+                parent,
+                table.hashes[index : index + 1],
+                tokens,
+                index * self._log.block_size,
+                adapter=table.adapter,
+                cache_salt=table.cache_salt,
+                features=table.features,
+            )
 
     def in_memory(self, keys: Iterable[bytes]) -> None:
         """These blocks are kept in memory."""

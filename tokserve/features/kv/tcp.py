@@ -54,9 +54,18 @@ class BlockServer:
     that waits.  Raises StartError if it cannot listen."""
 
     def __init__(
-        self, host: str, port: int, key: bytes, engine_id: str, leases: LeaseTable, *, block_bytes: int,
-        identity: Callable[[], Parts], read: Callable[[list[int]], list[bytes]], on_change: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        host: str,
+        port: int,
+        key: bytes,
+        engine_id: str,
+        leases: LeaseTable,
+        *,
+        block_bytes: int,
+        identity: Callable[[], Parts],
+        read: Callable[[list[int]], list[bytes]],
+        on_change: Callable[[], None],
+    ) -> None:
         self._key = key
         self._engine_id = engine_id
         self._leases = leases
@@ -206,11 +215,15 @@ def run_pull(pull: Pull, key: bytes, block_bytes: int, write: Callable[[list[int
 
 def _pull_blocks(
     pull: Pull, channel: PeerChannel, block_bytes: int, write: Callable[[list[int], list[bytearray]], Any]
-) -> None:  # fmt: skip
+) -> None:
     request = {
-        "op": "pull", "engine_id": pull.engine_id, "request_id": pull.request_id, "identity": dict(pull.identity),
-        "first": pull.first, "keys": pull.keys,
-    }  # fmt: skip
+        "op": "pull",
+        "engine_id": pull.engine_id,
+        "request_id": pull.request_id,
+        "identity": dict(pull.identity),
+        "first": pull.first,
+        "keys": pull.keys,
+    }
     channel.send_message(REQUEST, request)
     kind, message = channel.receive_message()
     if kind != REPLY:

@@ -68,9 +68,17 @@ class Transfers:
     """`failed`: requests that cannot go on, with the reason; the core ends them."""
 
     def __init__(
-        self, plan: KVTransferPlan, cache: PrefixCache, store: KVStore, watch: IdentityWatch, copy: Copy, *,
-        block_bytes: int, clock: Callable[[], float], wake: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        plan: KVTransferPlan,
+        cache: PrefixCache,
+        store: KVStore,
+        watch: IdentityWatch,
+        copy: Copy,
+        *,
+        block_bytes: int,
+        clock: Callable[[], float],
+        wake: Callable[[], None],
+    ) -> None:
         """Raises StartError."""
         self._plan = plan
         self._cache = cache
@@ -91,10 +99,16 @@ class Transfers:
         self._server = None
         if plan.listens:
             self._server = BlockServer(
-                plan.host, plan.port, self._key, plan.engine_id, self._leases, block_bytes=block_bytes,
-                identity=lambda: shortened(watch.parts), on_change=wake,
+                plan.host,
+                plan.port,
+                self._key,
+                plan.engine_id,
+                self._leases,
+                block_bytes=block_bytes,
+                identity=lambda: shortened(watch.parts),
+                on_change=wake,
                 read=lambda blocks: copy("pages", "read_blocks", {"blocks": blocks}).result(),
-            )  # fmt: skip
+            )
             logger.info("KV blocks for others at %s:%d, engine %s", plan.host, self._server.port, plan.engine_id)
         cache.transfers = self
 
@@ -199,12 +213,21 @@ class Transfers:
     def _reply(self, request: Request, blocks: list[int], expiry: float | None, **place: Any) -> None:
         """What the reply carries, for the other server's request."""
         request.kv_transfer_reply = {
-            "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [blocks],
-            "remote_engine_id": self._plan.engine_id, "remote_request_id": request.request_id,
-            "remote_host": None, "remote_port": None, "remote_num_tokens": len(blocks) * self._cache.block_size,
-            "remote_blocks_expiry_time": expiry, "tp_size": 1, "dcp_size": 1, "pp_size": 1, "transfer_mode": "pull",
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [blocks],
+            "remote_engine_id": self._plan.engine_id,
+            "remote_request_id": request.request_id,
+            "remote_host": None,
+            "remote_port": None,
+            "remote_num_tokens": len(blocks) * self._cache.block_size,
+            "remote_blocks_expiry_time": expiry,
+            "tp_size": 1,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "transfer_mode": "pull",
             "remote_identity": shortened(self._watch.parts),
-        } | place  # fmt: skip
+        } | place
 
     # --- a prompt that was computed elsewhere ---
 
@@ -276,9 +299,15 @@ class Transfers:
         params = load.params
         assert params.remote_host is not None and params.remote_port is not None
         load.pull = pull = Pull(
-            params.remote_host, params.remote_port, params.remote_engine_id or "", params.remote_request_id or "",
-            shortened(self._watch.parts), hits, list(keys[hits : hits + count]), blocks,
-        )  # fmt: skip
+            params.remote_host,
+            params.remote_port,
+            params.remote_engine_id or "",
+            params.remote_request_id or "",
+            shortened(self._watch.parts),
+            hits,
+            list(keys[hits : hits + count]),
+            blocks,
+        )
         load.loading, load.tokens = loading, tokens[: (hits + count) * self._cache.block_size]
         load.future = self._threads.submit(run_pull, pull, self._key, self._block_bytes, self._write)
         load.future.add_done_callback(lambda _: self._wake())

@@ -68,10 +68,18 @@ class AdapterConfig(msgspec.Struct, frozen=True):
         if self.bias not in (None, "none"):
             _refuse(f"bias must be none, got {self.bias!r}")
         names = (
-            "use_dora", "lora_bias", "modules_to_save", "layer_replication", "target_parameters",
-            "trainable_token_indices", "alora_invocation_tokens", "use_qalora", "use_bdlora", "kasa_config",
+            "use_dora",
+            "lora_bias",
+            "modules_to_save",
+            "layer_replication",
+            "target_parameters",
+            "trainable_token_indices",
+            "alora_invocation_tokens",
+            "use_qalora",
+            "use_bdlora",
+            "kasa_config",
             "arrow_config",
-        )  # fmt: skip
+        )
         for name in names:
             if getattr(self, name):
                 _refuse(f"{name} is not supported")

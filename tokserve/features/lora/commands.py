@@ -37,9 +37,14 @@ class Adapters:
     A name stays until it is unloaded; which adapters are on the device at a time is up to `slots`."""
 
     def __init__(
-        self, config: LoraConfig, requests: RunningRequests, scheduler: Scheduler, cache: PrefixCache,
-        executor: Executor, model_name: str,
-    ) -> None:  # fmt: skip
+        self,
+        config: LoraConfig,
+        requests: RunningRequests,
+        scheduler: Scheduler,
+        cache: PrefixCache,
+        executor: Executor,
+        model_name: str,
+    ) -> None:
         self._config = config
         self._requests = requests
         self._scheduler = scheduler
@@ -111,10 +116,15 @@ class Adapters:
         return (yield from self._load(self._model_name, path, None, check=check, placed=placed))
 
     def _load(
-        self, name: str, path: str, load_inplace: bool | None, *, anywhere: bool = False,
+        self,
+        name: str,
+        path: str,
+        load_inplace: bool | None,
+        *,
+        anywhere: bool = False,
         check: Callable[[bool], None] = lambda is_same: None,
         placed: Callable[[dict[str, Any]], None] = lambda decision: None,
-    ) -> Generator[Wait, Any, dict[str, Any]]:  # fmt: skip
+    ) -> Generator[Wait, Any, dict[str, Any]]:
         """`anywhere`: the operator says where from, so `allowed_weight_dirs` means nothing."""
         yield lambda: not self.slots.reading  # one after the other
         self.slots.reading = True

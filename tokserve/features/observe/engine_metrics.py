@@ -27,7 +27,8 @@ GAUGES: tuple[tuple[str, str, Value], ...] = (
     ("num_requests_running", "Requests being computed.", lambda s: s.running),
     ("num_requests_waiting", "Requests waiting for a slot.", lambda s: s.waiting),
     (
-        "kv_cache_usage_perc", "Share of KV pages held by running requests, 0 to 1.",
+        "kv_cache_usage_perc",
+        "Share of KV pages held by running requests, 0 to 1.",
         lambda s: s.blocks_held / s.blocks_total if s.blocks_total else 0.0,
     ),
     ("kv_cache_blocks_cached", "KV pages kept for requests with the same prefix.", lambda s: s.blocks_cached),
@@ -36,7 +37,7 @@ GAUGES: tuple[tuple[str, str, Value], ...] = (
     ("num_requests_stalled", "Requests that wait for their client to read.", lambda s: s.stalled),
     ("grammar_cache_bytes", "Memory of the compiled grammars that are kept, estimated.", lambda s: s.grammar_bytes),
     ("grammars_compiling", "Grammars that requests wait for.", lambda s: s.grammars_compiling),
-)  # fmt: skip
+)
 COUNTERS: tuple[tuple[str, str, Value], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hits),
@@ -56,10 +57,12 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
 TALLIES: tuple[tuple[str, str, Sequence[int], Callable[[StepStats], list[int]]], ...] = (
     ("iteration_tokens_total", "Tokens computed in a step.", STEP_TOKENS, lambda s: s.tokens_by_step),
     (
-        "request_num_preemptions", "Preemptions of an ended choice.", PREEMPTIONS,
+        "request_num_preemptions",
+        "Preemptions of an ended choice.",
+        PREEMPTIONS,
         lambda s: s.preemptions_by_request,
     ),
-)  # fmt: skip
+)
 
 
 def families(reports: Sequence[EngineReport], model: str, config: Config) -> Iterator[Metric]:
@@ -132,16 +135,26 @@ def _cache_config(labelled: Labelled, config: Config) -> Metric:
     cache = config.cache
     dtype = config.model.dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype
     names = (
-        "block_size", "num_gpu_blocks", "kv_cache_size_tokens", "cache_dtype", "enable_prefix_caching",
-        "gpu_memory_utilization", "kv_cache_memory_bytes",
-    )  # fmt: skip
+        "block_size",
+        "num_gpu_blocks",
+        "kv_cache_size_tokens",
+        "cache_dtype",
+        "enable_prefix_caching",
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+    )
     info = GaugeMetricFamily(PREFIX + "cache_config_info", "The KV cache, in labels.", labels=[*LABELS, *names])
     for report, labels in labelled:
         if (ready := report.ready) is not None:
             values: tuple[Any, ...] = (
-                ready.block_size, ready.num_blocks, ready.num_blocks * ready.block_size, dtype,
-                cache.enable_prefix_caching, cache.gpu_memory_utilization, cache.kv_cache_memory_bytes,
-            )  # fmt: skip
+                ready.block_size,
+                ready.num_blocks,
+                ready.num_blocks * ready.block_size,
+                dtype,
+                cache.enable_prefix_caching,
+                cache.gpu_memory_utilization,
+                cache.kv_cache_memory_bytes,
+            )
             info.add_metric([*labels, *map(str, values)], 1.0)
     return info
 

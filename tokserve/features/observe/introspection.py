@@ -147,19 +147,22 @@ def description(serving: Serving, request: Request) -> dict[str, Any]:
     config, status = _without_secrets(serving.config), serving.llm.status
     vllm_config = {} if config_format is None else {"vllm_config": _as_vllm(serving, config, config_format)}
     return {
-            "config": config,
-            **vllm_config,
-            "api_server": serving.api_process.index,
-            "facts": serving.llm.ready.facts,
-            "image_token_id": None if serving.images is None else serving.images.kind.token_id,
-            "adapters": {adapter.name: adapter.generation for adapter in status.adapters},
-            "engine": {name: getattr(serving.llm.ready, name) for name in ENGINE_FIELDS}
-            | {"weight_version": status.weight_version, "epoch": status.epoch},
-            "versions": {
-                "tokserve": tokserve.__version__, "python": platform.python_version(),
-                "fastapi": fastapi.__version__, "msgspec": msgspec.__version__, "pydantic": pydantic.VERSION,
-            },
-    }  # fmt: skip
+        "config": config,
+        **vllm_config,
+        "api_server": serving.api_process.index,
+        "facts": serving.llm.ready.facts,
+        "image_token_id": None if serving.images is None else serving.images.kind.token_id,
+        "adapters": {adapter.name: adapter.generation for adapter in status.adapters},
+        "engine": {name: getattr(serving.llm.ready, name) for name in ENGINE_FIELDS}
+        | {"weight_version": status.weight_version, "epoch": status.epoch},
+        "versions": {
+            "tokserve": tokserve.__version__,
+            "python": platform.python_version(),
+            "fastapi": fastapi.__version__,
+            "msgspec": msgspec.__version__,
+            "pydantic": pydantic.VERSION,
+        },
+    }
 
 
 def _as_vllm(serving: Serving, config: dict[str, Any], config_format: str) -> Any:

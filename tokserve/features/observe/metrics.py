@@ -32,9 +32,29 @@ VLLM_PREFIX = "vllm:"
 ENGINE = "0"  # value of vLLM's label for what the API processes count: sums over all engines
 TINY = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 SHORT = (
-    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
-    80.0, 160.0, 640.0,
-)  # fmt: skip
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+)
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 STALLS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -43,8 +63,9 @@ CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 REASONS = ("stop", "length", "repetition", "abort", "deadline", "error")
 CAUSES = ("abort_user", "abort_disconnect", "abort_stalled", "abort_pause", "abort_quarantine", "shutdown", "error")
 LIMITS = {  # options of the queue, as vLLM calls them
-    "max_queued_requests": "max_num_queued_reqs", "max_queued_tokens": "max_num_queued_tokens",
-}  # fmt: skip
+    "max_queued_requests": "max_num_queued_reqs",
+    "max_queued_tokens": "max_num_queued_tokens",
+}
 SAMPLED = 16  # the serialization of one stream in so many is timed
 
 

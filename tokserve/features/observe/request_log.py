@@ -29,9 +29,12 @@ class RequestLog:
         self._generation = generation
         usage = generation.usage()
         _log_event(
-            "accepted", prompts=len(generation.streams), prompt_tokens=usage.prompt_tokens,
-            n=None if params is None else params.n, max_tokens=None if params is None else params.max_tokens,
-        )  # fmt: skip
+            "accepted",
+            prompts=len(generation.streams),
+            prompt_tokens=usage.prompt_tokens,
+            n=None if params is None else params.n,
+            max_tokens=None if params is None else params.max_tokens,
+        )
 
     def refused(self, error: RequestError) -> None:
         """Log a refusal, the only line of the request."""
@@ -57,10 +60,15 @@ class RequestLog:
             round(seconds, 6) if self._total else None for seconds in (self._queued, self._first, self._total)
         )
         _log_event(
-            "ended", reasons=dict(self._reasons), prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.prompt_tokens_details.cached_tokens, output_tokens=usage.completion_tokens,
-            queued=queued, first_token=first, total=total,
-        )  # fmt: skip
+            "ended",
+            reasons=dict(self._reasons),
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.prompt_tokens_details.cached_tokens,
+            output_tokens=usage.completion_tokens,
+            queued=queued,
+            first_token=first,
+            total=total,
+        )
 
 
 def _log_event(event: str, **fields: Any) -> None:

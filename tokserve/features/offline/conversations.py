@@ -31,14 +31,21 @@ class Conversations:
             raise RequestError("chat needs a tokenizer, and this LLM was made with tokens_only")
         server = self._llm.config.server
         return ChatTemplate(
-            tokenizer, server.chat_template, server.default_chat_template_kwargs,
+            tokenizer,
+            server.chat_template,
+            server.default_chat_template_kwargs,
             special_tokens=server.special_tokens_in_content,
-        )  # fmt: skip
+        )
 
     def prompts(
-        self, messages: Messages, how: Tokenization, *, content_format: str, settings: Mapping[str, Any] | None,
+        self,
+        messages: Messages,
+        how: Tokenization,
+        *,
+        content_format: str,
+        settings: Mapping[str, Any] | None,
         **options: Any,
-    ) -> list[ParsedPrompt]:  # fmt: skip
+    ) -> list[ParsedPrompt]:
         """The prompts of one conversation, or of several; `options` are those of `ChatTemplate.text`.  Raises
         RequestError."""
         if content_format not in ("auto", "string", "openai"):
@@ -66,6 +73,7 @@ def check_settings(settings: Mapping[str, Any] | None) -> None:
     """Refuse settings of the image processor for one call: they are the engine's, for all requests."""
     if settings:
         raise invalid(
-            "mm_processor_kwargs", "is an option of LLM(...): images of all requests are processed alike",
+            "mm_processor_kwargs",
+            "is an option of LLM(...): images of all requests are processed alike",
             code="unsupported",
-        )  # fmt: skip
+        )

@@ -92,10 +92,15 @@ class LLM(PoolingMethods, BlockingControl):
         return cls(**options_of(engine_args))
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: Progress = True,
-        lora_request: Adapters = None, priority: Priorities = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None, mm_processor_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[RequestOutput]:  # fmt: skip
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        use_tqdm: Progress = True,
+        lora_request: Adapters = None,
+        priority: Priorities = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
         """Outputs in the order of the prompts: texts, lists of token ids, or mappings {"prompt": text} and
         {"prompt_token_ids": ids}, optionally with "cache_salt", "draft_token_ids" and "multi_modal_data":
         {"image": one or several}, each a Pillow image, a uint8 array [height, width, 3], the bytes of a file, or a URL,
@@ -110,18 +115,28 @@ class LLM(PoolingMethods, BlockingControl):
         return self._generate(parsed, sampling_params, use_tqdm, lora_request, priority)
 
     def enqueue(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, lora_request: Adapters = None,
-        priority: Priorities = None, use_tqdm: Progress = True,
-        tokenization_kwargs: Mapping[str, Any] | None = None, mm_processor_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[str]:  # fmt: skip
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        lora_request: Adapters = None,
+        priority: Priorities = None,
+        use_tqdm: Progress = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
         """Start requests and return their ids at once; `wait_for_completion` returns their outputs."""
         parsed = self._read_for(prompts, tokenization_kwargs, mm_processor_kwargs)
         return self._enqueue(parsed, sampling_params, lora_request, priority)
 
     def enqueue_chat(
-        self, messages: Messages, sampling_params: Params = None, lora_request: Adapters = None,
-        priority: Priorities = None, use_tqdm: Progress = True, **options: Any,
-    ) -> list[str]:  # fmt: skip
+        self,
+        messages: Messages,
+        sampling_params: Params = None,
+        lora_request: Adapters = None,
+        priority: Priorities = None,
+        use_tqdm: Progress = True,
+        **options: Any,
+    ) -> list[str]:
         """Like `enqueue`, for what `chat` takes; `options`: those of `chat` that are about the template."""
         return self._enqueue(self._rendered(messages, **options), sampling_params, lora_request, priority)
 
@@ -158,9 +173,13 @@ class LLM(PoolingMethods, BlockingControl):
         return self.score_tokens(data_1, data_2, lora_request=lora_request, **options)
 
     def score_tokens(
-        self, sequences: Sequence[Sequence[int]], starts: Sequence[int] | None = None, *,
-        lora_request: Adapters = None, **sampling: Any,
-    ) -> list[NDArray[np.float32]]:  # fmt: skip
+        self,
+        sequences: Sequence[Sequence[int]],
+        starts: Sequence[int] | None = None,
+        *,
+        lora_request: Adapters = None,
+        **sampling: Any,
+    ) -> list[NDArray[np.float32]]:
         """Logprobs of the ids of each sequence from position `starts[i]` on (default and least: 1), float32.
 
         `sampling`: what they depend on, as `logprobs_mode` and `temperature`.  A generated token's is the same number
@@ -184,42 +203,73 @@ class LLM(PoolingMethods, BlockingControl):
         return [rows[: len(ids) - first] for rows, ids, first in zip(scores, sequences, firsts, strict=True)]
 
     def chat(
-        self, messages: Messages, sampling_params: Params = None, use_tqdm: Progress = True,
-        lora_request: Adapters = None, priority: Priorities = None, chat_template: str | None = None,
-        chat_template_content_format: str = "auto", add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False, tools: Sequence[dict[str, Any]] | None = None,
+        self,
+        messages: Messages,
+        sampling_params: Params = None,
+        use_tqdm: Progress = True,
+        lora_request: Adapters = None,
+        priority: Priorities = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None, mm_processor_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[RequestOutput]:  # fmt: skip
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
         """Like `generate`, for a conversation or a list of conversations, rendered by the chat template.  Parts of a
         content may be images: {"type": "image", "image": one as in `generate`}, or the forms of HTTP.
         `chat_template_content_format` has no effect: how contents are shown follows from the template."""
         parsed = self._rendered(
-            messages, chat_template=chat_template, chat_template_content_format=chat_template_content_format,
-            add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, tools=tools,
-            chat_template_kwargs=chat_template_kwargs, tokenization_kwargs=tokenization_kwargs,
+            messages,
+            chat_template=chat_template,
+            chat_template_content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            tokenization_kwargs=tokenization_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
-        )  # fmt: skip
+        )
         return self._generate(parsed, sampling_params, use_tqdm, lora_request, priority)
 
     def _rendered(
-        self, messages: Messages, *, chat_template: str | None = None, chat_template_content_format: str = "auto",
-        add_generation_prompt: bool | None = None, continue_final_message: bool = False,
-        tools: Sequence[dict[str, Any]] | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None, mm_processor_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[ParsedPrompt]:  # fmt: skip
+        self,
+        messages: Messages,
+        *,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[ParsedPrompt]:
         how = tokenization(tokenization_kwargs)
         parsed = self._conversations.prompts(
-            messages, how, content_format=chat_template_content_format, settings=mm_processor_kwargs,
-            add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-            tools=tools, template=chat_template, kwargs=chat_template_kwargs,
-        )  # fmt: skip
+            messages,
+            how,
+            content_format=chat_template_content_format,
+            settings=mm_processor_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template=chat_template,
+            kwargs=chat_template_kwargs,
+        )
         return self._shortened(parsed, how)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, lora_request: Adapters = None,
-        use_tqdm: Progress = False, concurrency_limit: int | None = None, priority: Priorities = None,
-    ) -> list[BeamSearchOutput]:  # fmt: skip
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: Adapters = None,
+        use_tqdm: Progress = False,
+        concurrency_limit: int | None = None,
+        priority: Priorities = None,
+    ) -> list[BeamSearchOutput]:
         """The `params.beam_width` most probable outputs of each prompt that beam search finds, best first.
         `concurrency_limit`: prompts searched at a time; default: all.  One adapter and one priority for all prompts.
         Raises RequestError."""
@@ -317,9 +367,13 @@ class LLM(PoolingMethods, BlockingControl):
         return [how.shorten(prompt, self.ready.max_model_len - 1) for prompt in parsed]
 
     def _generate(
-        self, parsed: Sequence[ParsedPrompt], params: Params, use_tqdm: Progress, lora_request: Adapters,
+        self,
+        parsed: Sequence[ParsedPrompt],
+        params: Params,
+        use_tqdm: Progress,
+        lora_request: Adapters,
         priority: Priorities,
-    ) -> list[RequestOutput]:  # fmt: skip
+    ) -> list[RequestOutput]:
         started = self._start(parsed, params, lora_request, priority)
         with _progress(len(parsed), use_tqdm) as bar:
             return self._wait(_gather(started, bar, self.tokenizer))
@@ -359,9 +413,13 @@ class LLM(PoolingMethods, BlockingControl):
         return list(params)
 
     async def _open(
-        self, parsed: Sequence[ParsedPrompt], params: Sequence[SamplingParams | PoolingParams],
-        adapters: Sequence[str], priorities: Sequence[int], text: bool = True,
-    ) -> list[Stream]:  # fmt: skip
+        self,
+        parsed: Sequence[ParsedPrompt],
+        params: Sequence[SamplingParams | PoolingParams],
+        adapters: Sequence[str],
+        priorities: Sequence[int],
+        text: bool = True,
+    ) -> list[Stream]:
         """Start them all, or none."""
         text = text and self.tokenizer is not None
         async with AsyncExitStack() as stack:
@@ -372,10 +430,15 @@ class LLM(PoolingMethods, BlockingControl):
                     token_prompt = msgspec.structs.replace(token_prompt, second=prompt.second)
                 with _names_prompt(len(streams), len(parsed)):
                     stream = self._llm.stream(
-                        token_prompt, sampling, stream=False, text=text,
-                        cache_salt=prompt.cache_salt, lora_request=adapter, draft_token_ids=prompt.draft_token_ids,
+                        token_prompt,
+                        sampling,
+                        stream=False,
+                        text=text,
+                        cache_salt=prompt.cache_salt,
+                        lora_request=adapter,
+                        draft_token_ids=prompt.draft_token_ids,
                         priority=priority,
-                    )  # fmt: skip
+                    )
                 streams.append(await stack.enter_async_context(stream))
             stack.pop_all()
         return streams

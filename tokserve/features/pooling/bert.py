@@ -21,13 +21,17 @@ from tokserve.models.spec import activation, head_size, refuse_unsupported
 
 OLDER = ((".LayerNorm.gamma", ".LayerNorm.weight"), (".LayerNorm.beta", ".LayerNorm.bias"))
 PARTS = (  # of BERT's checkpoints, behind a prefix that differs
-    ("embeddings.position_ids", ""), ("embeddings.word_embeddings.", "model.embed_tokens."),
-    ("embeddings.", "model.embeddings."), ("encoder.layer.", "model.layers."),
-)  # fmt: skip
+    ("embeddings.position_ids", ""),
+    ("embeddings.word_embeddings.", "model.embed_tokens."),
+    ("embeddings.", "model.embeddings."),
+    ("encoder.layer.", "model.layers."),
+)
 MODERN_PARTS = (
-    ("embeddings.tok_embeddings.", "model.embed_tokens."), ("embeddings.", "model.embeddings."),
-    ("layers.", "model.layers."), ("final_norm.", "model.final_norm."),
-)  # fmt: skip
+    ("embeddings.tok_embeddings.", "model.embed_tokens."),
+    ("embeddings.", "model.embeddings."),
+    ("layers.", "model.layers."),
+    ("final_norm.", "model.final_norm."),
+)
 
 
 def bert(hf: Mapping[str, Any]) -> EncoderSpec:
@@ -53,25 +57,43 @@ def _bert(hf: Mapping[str, Any], base: str, head: EncoderHeadSpec | None) -> Enc
         head = EncoderHeadSpec(_labels(hf))
     norm = NormSpec(fields.number("layer_norm_eps", 1e-12), kind="layer", bias=True)
     attention = AttentionSpec(
-        **_heads(fields), rope=NO_ROPE, qkv_bias=True, out_bias=True,
-        qkv_names=("self.query", "self.key", "self.value"), out_name="output.dense",
-    )  # fmt: skip
+        **_heads(fields),
+        rope=NO_ROPE,
+        qkv_bias=True,
+        out_bias=True,
+        qkv_names=("self.query", "self.key", "self.value"),
+        out_name="output.dense",
+    )
     mlp = MLPSpec(
-        fields.integer("intermediate_size"), activation(fields, "hidden_act", "gelu", only_built_in=True), bias=True,
-        gated=False, up_names=("intermediate.dense",), down_name="output.dense",
-    )  # fmt: skip
+        fields.integer("intermediate_size"),
+        activation(fields, "hidden_act", "gelu", only_built_in=True),
+        bias=True,
+        gated=False,
+        up_names=("intermediate.dense",),
+        down_name="output.dense",
+    )
     norms = BlockNorms("", "attention.output.LayerNorm", "", "output.LayerNorm")
     block = BlockSpec(attention, mlp, norm, norms, mlp_name="", attention_name="attention")
     first = encoders.first_position(hf)
     positions = fields.integer("max_position_embeddings", 512, minimum=first + 1)
     unused = ("cls.", "lm_head.") if head and head.dense.startswith("pooler") else ("cls.", "lm_head.", "pooler.")
     return EncoderSpec(
-        vocab=fields.integer("vocab_size"), hidden=fields.integer("hidden_size"), max_position=positions - first,
-        blocks=(block,) * fields.integer("num_hidden_layers"), norm=norm, tied=True, norm_name="",
+        vocab=fields.integer("vocab_size"),
+        hidden=fields.integer("hidden_size"),
+        max_position=positions - first,
+        blocks=(block,) * fields.integer("num_hidden_layers"),
+        norm=norm,
+        tied=True,
+        norm_name="",
         renames=_renames(base, PARTS, unused) + OLDER,
-        post_norm=True, embedding_norm=norm, embedding_norm_name="LayerNorm", positions=positions,
-        first_position=first, types=fields.integer("type_vocab_size", 2, minimum=0), classifier=head,
-    )  # fmt: skip
+        post_norm=True,
+        embedding_norm=norm,
+        embedding_norm_name="LayerNorm",
+        positions=positions,
+        first_position=first,
+        types=fields.integer("type_vocab_size", 2, minimum=0),
+        classifier=head,
+    )
 
 
 def modern_bert(hf: Mapping[str, Any]) -> EncoderSpec:
@@ -88,17 +110,27 @@ def modern_bert(hf: Mapping[str, Any]) -> EncoderSpec:
     positions = fields.integer("max_position_embeddings", 8192)
     blocks = tuple(
         BlockSpec(
-            attention, mlp, norm, BlockNorms("attn_norm" if layer else "", before_mlp="mlp_norm"),
+            attention,
+            mlp,
+            norm,
+            BlockNorms("attn_norm" if layer else "", before_mlp="mlp_norm"),
             attention_name="attn",
         )
         for layer, attention in enumerate(_modern_attention(fields, positions))
-    )  # fmt: skip
+    )
     unused = ("decoder.",) if head else ("decoder.", "head.")
     return EncoderSpec(
-        vocab=fields.integer("vocab_size"), hidden=fields.integer("hidden_size"), max_position=positions,
-        blocks=blocks, norm=norm, tied=True, norm_name="final_norm", renames=_renames("model", MODERN_PARTS, unused),
-        embedding_norm=norm, classifier=head,
-    )  # fmt: skip
+        vocab=fields.integer("vocab_size"),
+        hidden=fields.integer("hidden_size"),
+        max_position=positions,
+        blocks=blocks,
+        norm=norm,
+        tied=True,
+        norm_name="final_norm",
+        renames=_renames("model", MODERN_PARTS, unused),
+        embedding_norm=norm,
+        classifier=head,
+    )
 
 
 def _modern_attention(fields: ConfigReader, positions: int) -> list[AttentionSpec]:
@@ -121,10 +153,16 @@ def _modern_attention(fields: ConfigReader, positions: int) -> list[AttentionSpe
         rope: RopeSpec = rope_by_type(fields, kind, dim, positions, theta)
         specs.append(
             AttentionSpec(
-                **_heads(fields), rope=rope, qkv_bias=bias, out_bias=bias, qkv_names=("Wqkv",), out_name="Wo",
-                window=0 if is_full else side + 1, ahead=0 if is_full else side,
+                **_heads(fields),
+                rope=rope,
+                qkv_bias=bias,
+                out_bias=bias,
+                qkv_names=("Wqkv",),
+                out_name="Wo",
+                window=0 if is_full else side + 1,
+                ahead=0 if is_full else side,
             )
-        )  # fmt: skip
+        )
     return specs
 
 

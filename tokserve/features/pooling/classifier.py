@@ -17,8 +17,10 @@ TWO_WAY = "from_2_way_softmax"
 MAX_LABELS = 1 << 16
 Activation = Literal["softmax", "sigmoid", "none"]
 PROBLEMS: Mapping[str, Activation] = {
-    "regression": "none", "single_label_classification": "softmax", "multi_label_classification": "sigmoid",
-}  # fmt: skip
+    "regression": "none",
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+}
 FUNCTIONS: Mapping[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "none", "Softmax": "softmax"}
 
 

@@ -64,9 +64,14 @@ class Encoder(Decoder):
     spec: EncoderSpec
 
     def __init__(
-        self, spec: EncoderSpec, options: LayerOptions, head: LayerOptions, tables: list[Tensor], *,
+        self,
+        spec: EncoderSpec,
+        options: LayerOptions,
+        head: LayerOptions,
+        tables: list[Tensor],
+        *,
         float8_cache: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if float8_cache:
             raise StartError("option kv_cache_dtype: a model that reads both ways has no KV cache")
         super().__init__(spec, options, head, tables, has_tower=False)

@@ -30,9 +30,10 @@ def check_scores_pairs(rules: LabelRules) -> None:
         raise RequestError("this model labels tokens and cannot score pairs", field="model", code="unsupported")
     if len(rules.labels) != 1:
         raise RequestError(
-            f"this model has {len(rules.labels)} labels, and scores need a model with one label", field="model",
+            f"this model has {len(rules.labels)} labels, and scores need a model with one label",
+            field="model",
             code="unsupported",
-        )  # fmt: skip
+        )
 
 
 def similarity(first: NDArray[np.float32], second: NDArray[np.float32]) -> float:
@@ -70,9 +71,10 @@ class PairPrompts:
         are.  Raises RequestError."""
         if instruction is not None and self._template is None:
             raise RequestError(
-                "instruction needs a template that shows it to the model (--chat-template)", field="instruction",
+                "instruction needs a template that shows it to the model (--chat-template)",
+                field="instruction",
                 code="unsupported",
-            )  # fmt: skip
+            )
         if isinstance(query, str) and isinstance(document, str) and self._tokenizer is not None:
             if self._template is None:
                 return self._tokenizer.encode_pair(query, document)

@@ -21,9 +21,13 @@ from tokserve.protocol.params import PoolingParams
 Kind = Literal["last", "first", "mean"]
 POOLING_TYPES: Mapping[str, Kind] = {"LAST": "last", "CLS": "first", "MEAN": "mean"}
 SENTENCE_TYPES: Mapping[str, Kind] = {
-    "pooling_mode_lasttoken": "last", "pooling_mode_cls_token": "first", "pooling_mode_mean_tokens": "mean",
-    "lasttoken": "last", "cls": "first", "mean": "mean",
-}  # fmt: skip
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_cls_token": "first",
+    "pooling_mode_mean_tokens": "mean",
+    "lasttoken": "last",
+    "cls": "first",
+    "mean": "mean",
+}
 TASKS = ("embed", "classify", "token_embed", "token_classify")
 OPTIONS = ("pooling_type", "use_activation", "dimensions", "task")
 
@@ -198,9 +202,12 @@ def _modes(config: Mapping[str, Any]) -> list[str]:
 def _labels_with_options(hf: Mapping[str, Any], options: Mapping[str, Any]) -> LabelRules:
     per_token, both_ways = classifier.labels_tokens(hf), encoders.family(hf) is not None
     rules = LabelRules(
-        tuple(classifier.labels(hf)), classifier.activation(hf), tokens=per_token, only_tokens=per_token,
+        tuple(classifier.labels(hf)),
+        classifier.activation(hf),
+        tokens=per_token,
+        only_tokens=per_token,
         side="right" if both_ways else "left",
-    )  # fmt: skip
+    )
     if both_ways:
         rules = rules._replace(pooling="mean" if encoders.pools_mean(hf) else "first")
     pooling = _pooling_type(options, rules.task)

@@ -18,7 +18,7 @@ from tokserve.client.results import (
     PoolingRequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
-)  # fmt: skip
+)
 from tokserve.client.stream import Stream
 from tokserve.features.chat.prompts import (
     AS_USUAL,
@@ -65,10 +65,16 @@ class PoolingMethods(ABC):
         """Each prompt with its stream and its only delta."""
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, pooling_params: Any = None, dimensions: int | None = None,
-        normalize: bool | None = None, use_tqdm: Any = True, lora_request: Any = None,
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: Any = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        use_tqdm: Any = True,
+        lora_request: Any = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[EmbeddingRequestOutput]:  # fmt: skip
+    ) -> list[EmbeddingRequestOutput]:
         """A vector for each prompt, of a model with `runner="pooling"`, in the order of the prompts.
 
         `dimensions`: cut it to so many values, if the model is made for that.  `normalize`: to length 1; default: as
@@ -76,9 +82,15 @@ class PoolingMethods(ABC):
         """
         rules = self._rules(VectorRules)
         per_prompt, ended = self._pooled_each(
-            prompts, rules, pooling_params, tokenization_kwargs, lora_request, use_tqdm,
-            dimensions=dimensions, normalize=normalize,
-        )  # fmt: skip
+            prompts,
+            rules,
+            pooling_params,
+            tokenization_kwargs,
+            lora_request,
+            use_tqdm,
+            dimensions=dimensions,
+            normalize=normalize,
+        )
         vectors = [
             EmbeddingOutput(rules.finish(one[2].pooled, params.dimensions, params.activates).tolist())
             for params, one in zip(per_prompt, ended, strict=True)
@@ -86,9 +98,15 @@ class PoolingMethods(ABC):
         return _outputs(EmbeddingRequestOutput, ended, vectors)
 
     def classify(
-        self, prompts: Prompt | Sequence[Prompt], *, pooling_params: Any = None, use_activation: bool | None = None,
-        use_tqdm: Any = True, lora_request: Any = None, tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[ClassificationRequestOutput]:  # fmt: skip
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: Any = None,
+        use_activation: bool | None = None,
+        use_tqdm: Any = True,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[ClassificationRequestOutput]:
         """Probabilities of a classifier's labels for each prompt; `use_activation` False: the logits.  Raises
         RequestError."""
         rules: Any = rules_for(self._rules(LabelRules), "classify", "model")
@@ -102,10 +120,16 @@ class PoolingMethods(ABC):
         return _outputs(ClassificationRequestOutput, ended, classes)
 
     def encode(
-        self, prompts: Prompt | Sequence[Prompt], pooling_params: Any = None, *, pooling_task: str | None = None,
-        use_activation: bool | None = None, use_tqdm: Any = True, lora_request: Any = None,
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: Any = None,
+        *,
+        pooling_task: str | None = None,
+        use_activation: bool | None = None,
+        use_tqdm: Any = True,
+        lora_request: Any = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[PoolingRequestOutput]:  # fmt: skip
+    ) -> list[PoolingRequestOutput]:
         """`pooling_task` "embed" or "classify": what `embed` or `classify` return, as arrays; "token_embed" or
         "token_classify": the same for each token, [tokens, values].  Raises RequestError."""
         if pooling_task not in TASKS:
@@ -127,16 +151,22 @@ class PoolingMethods(ABC):
             ]
         return _outputs(PoolingRequestOutput, ended, map(PoolingOutput, rows))
 
-    def reward(self, prompts: Prompt | Sequence[Prompt], pooling_params: Any = None, **options: Any) -> list[
-        PoolingRequestOutput
-    ]:  # fmt: skip
+    def reward(
+        self, prompts: Prompt | Sequence[Prompt], pooling_params: Any = None, **options: Any
+    ) -> list[PoolingRequestOutput]:
         """What a reward model says of each token: `encode` with the task "token_classify".  Raises RequestError."""
         return self.encode(prompts, pooling_params, pooling_task="token_classify", **options)
 
     def _pooled_each(
-        self, prompts: Prompt | Sequence[Prompt], rules: Any, pooling_params: Any,
-        kwargs: Mapping[str, Any] | None, lora_request: Any, use_tqdm: Any, **given: Any,
-    ) -> tuple[list[PoolingParams], list[Ended]]:  # fmt: skip
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        rules: Any,
+        pooling_params: Any,
+        kwargs: Mapping[str, Any] | None,
+        lora_request: Any,
+        use_tqdm: Any,
+        **given: Any,
+    ) -> tuple[list[PoolingParams], list[Ended]]:
         """What is to be made of each prompt's vector, and the vectors."""
         how = tokenization(kwargs)
         parsed = self._read(prompts, how)
@@ -162,11 +192,18 @@ class PoolingMethods(ABC):
         return how.shorten(prompt, self._context, rules.side)
 
     def _score_pairs(
-        self, queries: Prompt | Sequence[Prompt], documents: Prompt | Sequence[Prompt], *,
-        use_activation: bool | None = None, instruction: str | None = None, pooling_params: Any = None,
-        use_tqdm: Any = True, lora_request: Any = None, chat_template: str | None = None,
+        self,
+        queries: Prompt | Sequence[Prompt],
+        documents: Prompt | Sequence[Prompt],
+        *,
+        use_activation: bool | None = None,
+        instruction: str | None = None,
+        pooling_params: Any = None,
+        use_tqdm: Any = True,
+        lora_request: Any = None,
+        chat_template: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[ScoringRequestOutput]:  # fmt: skip
+    ) -> list[ScoringRequestOutput]:
         """The similarity of each pair, or a cross-encoder's score."""
         rules = self._pooler
         assert rules is not None

@@ -91,10 +91,11 @@ class Profiler:
         phases = [("queued", request.received), ("prefill", request.admitted), ("decode", request.first_token)]
         known = [(name, begin) for name, begin in phases if begin is not None]
         args = {
-            "prompt_tokens": request.prompt_len, "cached_tokens": request.cached_tokens or 0,
+            "prompt_tokens": request.prompt_len,
+            "cached_tokens": request.cached_tokens or 0,
             "output_tokens": request.num_output,
             "finish": "running" if request.finish is None else request.finish.reason,
-        }  # fmt: skip
+        }
         for index, (name, begin) in enumerate(known):
             end = known[index + 1][1] if index + 1 < len(known) else now
             if end >= self._began:
@@ -214,9 +215,15 @@ class Profiler:
             row["share"] = row["seconds"] / busy if busy else 0.0
         logger.info("profile: %d steps in %.2f s, ended by %s: %s", self._num_steps, seconds, ended_by, self._path)
         return {
-            "trace": str(self._path), "ended_by": ended_by, "steps": self._num_steps, "tokens": self._num_tokens,
-            "seconds": seconds, "busy_seconds": busy, "phases": phases, **tables,
-        }  # fmt: skip
+            "trace": str(self._path),
+            "ended_by": ended_by,
+            "steps": self._num_steps,
+            "tokens": self._num_tokens,
+            "seconds": seconds,
+            "busy_seconds": busy,
+            "phases": phases,
+            **tables,
+        }
 
 
 def _make_writable(directory: str) -> None:

@@ -104,8 +104,9 @@ class RunnerProfiler:
                 ("tokserve: runner", RUNNER, recorded),
             )
             parts: list[Iterable[bytes]] = [trace.events(*process, base) for process in processes]
-            trace.write(file, header, (one for many in [*parts, _joined(parsed.events)] for one in many),
-                        compress=compress)  # fmt: skip
+            trace.write(
+                file, header, (one for many in [*parts, _joined(parsed.events)] for one in many), compress=compress
+            )
         except (OSError, RuntimeError) as error:
             raise RequestFailed(f"the trace could not be written: {error}") from error
         finally:

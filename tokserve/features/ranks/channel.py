@@ -112,9 +112,16 @@ class Loaded(_Message, frozen=True):
         layout = facts.layout
         specs = [msgspec.to_builtins(spec) for spec in layout.specs]
         return Loaded(
-            specs, layout.num_blocks, layout.block_size, layout.states, facts.vocab_size, facts.weight_version,
-            facts.facts, facts.feature_bytes, facts.images,
-        )  # fmt: skip
+            specs,
+            layout.num_blocks,
+            layout.block_size,
+            layout.states,
+            facts.vocab_size,
+            facts.weight_version,
+            facts.facts,
+            facts.feature_bytes,
+            facts.images,
+        )
 
     def device_facts(self) -> DeviceFacts:
         """The facts that `of` was given."""

@@ -47,9 +47,16 @@ class ProcessGroup:
     """Some of the ranks: this one is `rank` of `size`; `address`: where gloo listens, without `nccl`."""
 
     def __init__(
-        self, store: Any, name: str, rank: int, size: int, device: torch.device, address: str = "127.0.0.1", *,
+        self,
+        store: Any,
+        name: str,
+        rank: int,
+        size: int,
+        device: torch.device,
+        address: str = "127.0.0.1",
+        *,
         nccl: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank, self.size, self.device = rank, size, device
         torch_distributed: Any = distributed
         scoped = torch_distributed.PrefixStore(name, store)

@@ -62,11 +62,23 @@ def _openings(config: Config) -> list[RankOpening]:
     openings = []
     for rank in range(first, first + parallel.ranks_here):
         runtime = rank_config(config, rank).runtime
-        openings.append(RankOpening(
-            rank, f"{parallel.master_addr}:{parallel.master_port}", os.getpid(), "engine", logs.log_level,
-            logs.log_format, cluster_key(config).hex(), rank - first, config.runtime.start_timeout,
-            config.model.model, config.model.tokenizer, runtime.cpu_threads, runtime.cpu_bind,
-        ))  # fmt: skip
+        openings.append(
+            RankOpening(
+                rank,
+                f"{parallel.master_addr}:{parallel.master_port}",
+                os.getpid(),
+                "engine",
+                logs.log_level,
+                logs.log_format,
+                cluster_key(config).hex(),
+                rank - first,
+                config.runtime.start_timeout,
+                config.model.model,
+                config.model.tokenizer,
+                runtime.cpu_threads,
+                runtime.cpu_bind,
+            )
+        )
     return openings
 
 

@@ -54,9 +54,14 @@ class Ranks:
     `Coordinates`."""
 
     def __init__(
-        self, rank: int = 0, tensor: int = 1, stages: int = 1, world: ProcessGroup | None = None, group: Group = ALONE,
+        self,
+        rank: int = 0,
+        tensor: int = 1,
+        stages: int = 1,
+        world: ProcessGroup | None = None,
+        group: Group = ALONE,
         total: Callable[[Callable[[], Sums], Parts], Sums] = of_one_rank,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank, self.size = rank, tensor * stages
         self.group, self.world, self.total = group, world, total
         link = None if world is None or stages == 1 else Neighbours(world, rank, tensor)
@@ -101,9 +106,7 @@ class Ranks:
 ONE = Ranks()
 
 
-def join(
-    rank: int, tensor: int, stages: int, store: Any, device: torch.device, address: str, *, nccl: bool
-) -> Ranks:  # fmt: skip
+def join(rank: int, tensor: int, stages: int, store: Any, device: torch.device, address: str, *, nccl: bool) -> Ranks:
     """Meet the other ranks: over NCCL, or over gloo at this address of the machine."""
     world = ProcessGroup(store, "world", rank, tensor * stages, device, address, nccl=nccl)
     sums = RankSums(ProcessGroup(store, "sums", rank, tensor * stages, torch.device("cpu"), address))

@@ -72,9 +72,11 @@ class WorkersExecutor:
             process.watch(channels[rank].close)
         for rank, channel in channels.items():
             begin = Begin(
-                rank_config(self._config, rank), parallel.tensor_parallel_size, parallel.pipeline_parallel_size,
+                rank_config(self._config, rank),
+                parallel.tensor_parallel_size,
+                parallel.pipeline_parallel_size,
                 self._address_of(rank, channel),
-            )  # fmt: skip
+            )
             self._hub.send(begin, [rank])
         try:
             loaded = [self._hub.loaded[rank].result() for rank in sorted(channels)]
@@ -93,9 +95,9 @@ class WorkersExecutor:
         logs, openings = self._config.logs, list[RankOpening]()
         for rank in ranks:
             address, key, keys = listener.invite(rank)
-            openings.append(RankOpening(
-                rank, address, os.getpid(), "engine", logs.log_level, logs.log_format, key, keys=keys
-            ))  # fmt: skip
+            openings.append(
+                RankOpening(rank, address, os.getpid(), "engine", logs.log_level, logs.log_format, key, keys=keys)
+            )
         try:
             return self._spawn.start(openings)
         except OSError as error:

@@ -55,8 +55,11 @@ def speculative_decoding(choices: Sequence[DraftCounts], level: DraftReport, mos
         mean_acceptance_length=1 + accepted / steps if steps else None,
         draft_acceptance_rate=accepted / proposed if proposed else None,
         acceptance_histogram=np.bincount(columns[:, 1]).tolist(),
-        num_spec_steps=steps, num_accepted_draft_tokens=accepted, num_draft_tokens=proposed, num_spec_tokens=most,
-    )  # fmt: skip
+        num_spec_steps=steps,
+        num_accepted_draft_tokens=accepted,
+        num_draft_tokens=proposed,
+        num_spec_tokens=most,
+    )
     if level == "detailed" and len(choices) == 1:
         metrics.per_step_drafted, metrics.per_step_accepted = columns.T.tolist()
     return metrics

@@ -45,9 +45,15 @@ class DraftState:
     right already; `searches`: in its own tokens, too."""
 
     def __init__(
-        self, tokens: array[int], prompt_len: int, corpora: Sequence[Corpus], start: tuple[Corpus, int] | None = None,
-        *, trust: int = 0, searches: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        tokens: array[int],
+        prompt_len: int,
+        corpora: Sequence[Corpus],
+        start: tuple[Corpus, int] | None = None,
+        *,
+        trust: int = 0,
+        searches: bool = True,
+    ) -> None:
         self._tokens = tokens
         self._known = prompt_len
         self._own = Corpus("prompt", TokenIndex(tokens))

@@ -47,9 +47,14 @@ class DrawnDrafts:
         return not self._computes_prompts or request.num_output * PROMPT_SHARE >= request.prompt_len
 
     def choose(
-        self, requests: Sequence[Request], limits: Sequence[int], gains: Sequence[float], counts: Sequence[int],
-        num_tokens: int, costs: StepCosts,
-    ) -> list[int]:  # fmt: skip
+        self,
+        requests: Sequence[Request],
+        limits: Sequence[int],
+        gains: Sequence[float],
+        counts: Sequence[int],
+        num_tokens: int,
+        costs: StepCosts,
+    ) -> list[int]:
         """How many drafts to draw for each request; 0: those of its texts are better.
 
         `gains`: tokens that the `counts` drafts from texts are expected to bring.  `num_tokens`: of the step without

@@ -26,9 +26,16 @@ class Weights(CurrentWeights):
     """`is_settled`: no sleep is about to drop the weights.  `new_lease`: of so many seconds, or of the default."""
 
     def __init__(
-        self, requests: RunningRequests, scheduler: Scheduler, cache: PrefixCache, executor: Executor, version: str,
-        *, is_settled: Callable[[], bool], new_lease: Callable[[float | None], Lease],
-    ) -> None:  # fmt: skip
+        self,
+        requests: RunningRequests,
+        scheduler: Scheduler,
+        cache: PrefixCache,
+        executor: Executor,
+        version: str,
+        *,
+        is_settled: Callable[[], bool],
+        new_lease: Callable[[float | None], Lease],
+    ) -> None:
         super().__init__(scheduler, cache, executor, version)
         self._requests = requests
         self._is_settled = is_settled
@@ -186,9 +193,10 @@ class Weights(CurrentWeights):
         yield from self._until_closed(take_over=False)
         if not self.can_compute:
             raise Conflict(
-                "there are no weights that a delta could change: push full weights", field="base_version",
+                "there are no weights that a delta could change: push full weights",
+                field="base_version",
                 code="base_mismatch",
-            )  # fmt: skip
+            )
         self.update = update = Update(self._new_lease(lease), closed=closed, is_delta=True)
         base = {"version": self.version, "base_version": version, "base_checksum": checksum}
         yield from self._staged(update, "begin_delta", **base)
@@ -383,9 +391,14 @@ class Weights(CurrentWeights):
             logger.warning("version %s is the name of earlier weights, too: only the epochs differ", self.version)
         logger.info(
             "weights of version %s committed as epoch %d, %.1f s after the update was opened: a %s of %.1f MB by %s%s",
-            self.version, self.epoch, update.lease.age, "delta" if update.is_delta else "full set",
-            update.num_bytes / 1e6, update.way, "; KV is computed again" if update.recompute_kv else "",
-        )  # fmt: skip
+            self.version,
+            self.epoch,
+            update.lease.age,
+            "delta" if update.is_delta else "full set",
+            update.num_bytes / 1e6,
+            update.way,
+            "; KV is computed again" if update.recompute_kv else "",
+        )
 
     def _finished(
         self, update: Update, weight_version: str | None, checksum: str | None

@@ -46,8 +46,9 @@ def from_group(staging: DeltaStaging, announced: Announcement, group: TransferGr
         if described.get(name) != (dtype, shape):
             raise RequestError(
                 f"{name} of {deltas.dtype_name(dtype)} {list(shape)} is none of this server's tensors; "
-                "/weight_info?tensors=true lists them", field="update_info.names",
-            )  # fmt: skip
+                "/weight_info?tensors=true lists them",
+                field="update_info.names",
+            )
         if count > math.prod(shape):
             raise RequestError(f"{name} has fewer than {count} elements", field="update_info.num_updates_list")
     for (name, dtype, shape), count in zip(declared, counts, strict=True):
@@ -124,4 +125,4 @@ def full_from_files(staging: Staging, files: Sequence[VersionFile]) -> None:
             f"the weights of version {files[-1].identity[0]!r} have the checksum {checksum}, not "
             f"{files[-1].identity[1]} as the files say: one of them was changed; write a full file",
             code="checksum_mismatch",
-        )  # fmt: skip
+        )

@@ -118,8 +118,9 @@ class DeltaStaging:
                 raise Conflict(
                     f"with this delta the weights would have the checksum {self.checksum}, but it says {one}: it was "
                     "made from other weights, or changed on its way; push full weights",
-                    field="checksum", code="checksum_mismatch",
-                )  # fmt: skip
+                    field="checksum",
+                    code="checksum_mismatch",
+                )
 
     def _finished(self) -> sums.Sums:
         """The sums of the result's parts here."""

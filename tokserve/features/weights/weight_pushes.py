@@ -47,8 +47,9 @@ class EngineChannel:
         await self._engine.abort_weight_update(**handle)
 
     async def load_dir(self, body: dict[str, Any]) -> dict[str, Any]:
-        return await self._engine.load_weights(body["weight_dir"], body["weight_version"],
-                                          recompute_kv=body.get("recompute_kv", False))  # fmt: skip
+        return await self._engine.load_weights(
+            body["weight_dir"], body["weight_version"], recompute_kv=body.get("recompute_kv", False)
+        )
 
     async def broadcast(self, *args: Any, **kwargs: Any) -> None:
         """There is no process group here."""

@@ -66,10 +66,14 @@ async def update_weights(serving: Serving, request: Request) -> Response:
     if (params.update_info is None) == (params.weight_dir is None):
         raise RequestError("give update_info (inside an update) or weight_dir (a complete one)", field="update_info")
     if params.weight_dir is not None:
-        await serving.llm.update_weights({
-            "weight_dir": params.weight_dir, "weight_version": params.weight_version,
-            "recompute_kv": params.recompute_kv, "take_over": params.take_over,
-        })  # fmt: skip
+        await serving.llm.update_weights(
+            {
+                "weight_dir": params.weight_dir,
+                "weight_version": params.weight_version,
+                "recompute_kv": params.recompute_kv,
+                "take_over": params.take_over,
+            }
+        )
     else:
         for name in ("recompute_kv", "take_over"):
             if getattr(params, name):

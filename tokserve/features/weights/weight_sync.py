@@ -135,9 +135,15 @@ class WeightSync:
             reason = error.strerror or error if isinstance(error, OSError) else "it is not the name of a host"
             raise RequestError(f"master_address: {reason}", field="init_info.master_address") from None
         self._group = TransferGroup(
-            backend, address, group.master_port, group.rank_offset, group.world_size,
-            self._config.weight_transfer_timeout, self._meeting, rendezvous,
-        )  # fmt: skip
+            backend,
+            address,
+            group.master_port,
+            group.rank_offset,
+            group.world_size,
+            self._config.weight_transfer_timeout,
+            self._meeting,
+            rendezvous,
+        )
         packing = {name: value for name in PACKING if (value := getattr(group, name)) is not None}
         self._packing = self._chosen_packing | packing
         return {"message": "Weight transfer initialized", "backend": backend}

@@ -83,10 +83,26 @@ def with_sink(acc, row_max, row_sum, sink):
 
 @triton.jit
 def attend(
-    q, position, k_ptr, v_ptr, table_ptr, first, last, first_key, end, scale, softcap,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, CAPPED: tl.constexpr,
-):  # fmt: skip
+    q,
+    position,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    first,
+    last,
+    first_key,
+    end,
+    scale,
+    softcap,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
     """Queries q [M,D] at `position` [M] over the keys of splits first..last-1 that lie in first_key..end-1.
 
     k_ptr, v_ptr: the KV head in page 0; `scale` is for powers of two, unless scores are CAPPED.  Returns the
@@ -140,10 +156,18 @@ def finished(acc, row_max, row_sum, sinks_ptr, head, valid, v_scale, SINKS: tl.c
 
 @triton.jit(do_not_specialize=["rows", "packed", "counters"])
 def work_kernel(
-    start_ptr, len_ptr, work_ptr, rows, packed, counters,
-    WINDOW: tl.constexpr, SPLIT: tl.constexpr, QUERIES: tl.constexpr, ROWS_BLOCK: tl.constexpr,
+    start_ptr,
+    len_ptr,
+    work_ptr,
+    rows,
+    packed,
+    counters,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    QUERIES: tl.constexpr,
+    ROWS_BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
-):  # fmt: skip
+):
     """The step's work: splits of decode before each row [R+1], tiles of prefill before each [R+1], counters of zero."""
     wait_for_inputs(DEPENDENT)
     index = tl.arange(0, ROWS_BLOCK)
@@ -173,12 +197,42 @@ def row_of(work_ptr, rows, number, ROWS_BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "table_stride", "capacity", "lines"])
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, start_ptr, len_ptr, work_ptr, part_ptr, max_ptr, sum_ptr, out_ptr, sinks_ptr,
-    rows, scale, softcap, v_scale, q_stride, table_stride, capacity, lines, page_stride,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, CAPPED: tl.constexpr, TILE: tl.constexpr,
-    SINKS: tl.constexpr, ROWS_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    start_ptr,
+    len_ptr,
+    work_ptr,
+    part_ptr,
+    max_ptr,
+    sum_ptr,
+    out_ptr,
+    sinks_ptr,
+    rows,
+    scale,
+    softcap,
+    v_scale,
+    q_stride,
+    table_stride,
+    capacity,
+    lines,
+    page_stride,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TILE: tl.constexpr,
+    SINKS: tl.constexpr,
+    ROWS_BLOCK: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """A run of the rows with few queries: their outputs, or parts [programs,capacity,lines,D] until a row is whole.
 
     A program's part 0 is the merged beginning of the last row in its run, the others are splits of the first row.
@@ -213,10 +267,26 @@ def decode_kernel(
             for split in range(first, last, step):
                 beginning = first_key // SPLIT + split
                 acc, row_max, row_sum = attend(
-                    q, end - queries + query, k_ptr + kv_head * page_stride, v_ptr + kv_head * page_stride,
-                    table_ptr + row.to(tl.int64) * table_stride, beginning, beginning + step, first_key, end,
-                    scale, softcap, KV_HEADS, DIM, PAGE, WINDOW, SPLIT, KEYS, DIM_BLOCK, CAPPED,
-                )  # fmt: skip
+                    q,
+                    end - queries + query,
+                    k_ptr + kv_head * page_stride,
+                    v_ptr + kv_head * page_stride,
+                    table_ptr + row.to(tl.int64) * table_stride,
+                    beginning,
+                    beginning + step,
+                    first_key,
+                    end,
+                    scale,
+                    softcap,
+                    KV_HEADS,
+                    DIM,
+                    PAGE,
+                    WINDOW,
+                    SPLIT,
+                    KEYS,
+                    DIM_BLOCK,
+                    CAPPED,
+                )
                 if step == count:
                     out = finished(acc, row_max, row_sum, sinks_ptr, head, valid, v_scale, SINKS)
                     offset = (token * (GROUP * KV_HEADS) + head)[:, None] * DIM + column
@@ -231,9 +301,27 @@ def decode_kernel(
                 counter = work_ptr + 2 * rows + 2 + row * KV_HEADS + kv_head
                 if is_last_of(counter, last - first, count):
                     merge_parts(
-                        part_ptr, max_ptr, sum_ptr, out_ptr, sinks_ptr, base, count, run, capacity, lines, start,
-                        queries, kv_head, v_scale, GROUP, KV_HEADS, DIM, DIM_BLOCK, SINKS, GROUP_BLOCK,
-                    )  # fmt: skip
+                        part_ptr,
+                        max_ptr,
+                        sum_ptr,
+                        out_ptr,
+                        sinks_ptr,
+                        base,
+                        count,
+                        run,
+                        capacity,
+                        lines,
+                        start,
+                        queries,
+                        kv_head,
+                        v_scale,
+                        GROUP,
+                        KV_HEADS,
+                        DIM,
+                        DIM_BLOCK,
+                        SINKS,
+                        GROUP_BLOCK,
+                    )
             item = base + last
             if last == count:
                 row += (kv_head + 1) // KV_HEADS
@@ -244,10 +332,27 @@ def decode_kernel(
 
 @triton.jit
 def merge_parts(
-    part_ptr, max_ptr, sum_ptr, out_ptr, sinks_ptr, base, count, run, capacity, lines, start, queries, kv_head, v_scale,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SINKS: tl.constexpr,
+    part_ptr,
+    max_ptr,
+    sum_ptr,
+    out_ptr,
+    sinks_ptr,
+    base,
+    count,
+    run,
+    capacity,
+    lines,
+    start,
+    queries,
+    kv_head,
+    v_scale,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    SINKS: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Merge the parts of one row and KV head, whose first split is item `base` of all, in ascending order."""
     slot, column = tl.arange(0, GROUP_BLOCK), tl.arange(0, DIM_BLOCK)[None, :]
     valid = slot < GROUP
@@ -264,11 +369,13 @@ def merge_parts(
             part = holder.to(tl.int64) * capacity + tl.where(number == 0, 0, 1 + item % run)
             line = part * lines + query * GROUP + slot
             acc, row_max, row_sum = merge(
-                acc, row_max, row_sum,
+                acc,
+                row_max,
+                row_sum,
                 tl.load(part_ptr + line[:, None] * DIM + column, mask=inside, other=0.0, cache_modifier=".cg"),
                 tl.load(max_ptr + line, mask=valid, other=NEG_INF, cache_modifier=".cg"),
                 tl.load(sum_ptr + line, mask=valid, other=0.0, cache_modifier=".cg"),
-            )  # fmt: skip
+            )
         head = kv_head * GROUP + slot
         out = finished(acc, row_max, row_sum, sinks_ptr, head, valid, v_scale, SINKS)
         offset = ((start + query).to(tl.int64) * (GROUP * KV_HEADS) + head)[:, None] * DIM + column
@@ -277,12 +384,36 @@ def merge_parts(
 
 @triton.jit(do_not_specialize=["rows", "table_stride"])
 def prefill_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, start_ptr, len_ptr, work_ptr, out_ptr, sinks_ptr,
-    rows, scale, softcap, v_scale, q_stride, table_stride, page_stride,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, CAPPED: tl.constexpr, TILE: tl.constexpr,
-    SINKS: tl.constexpr, ROWS_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    start_ptr,
+    len_ptr,
+    work_ptr,
+    out_ptr,
+    sinks_ptr,
+    rows,
+    scale,
+    softcap,
+    v_scale,
+    q_stride,
+    table_stride,
+    page_stride,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TILE: tl.constexpr,
+    SINKS: tl.constexpr,
+    ROWS_BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """Tiles of queries (of rows with many) that share a KV head, each over all its splits."""
     QUERIES: tl.constexpr = TILE // GROUP
     wait_for_inputs(DEPENDENT)
@@ -307,10 +438,26 @@ def prefill_kernel(
         end = length - queries + tl.minimum(first_query + QUERIES, queries)  # no query of the tile sees further
         first_key = tl.maximum(length - queries + first_query + 1 - WINDOW, 0) if WINDOW > 0 else 0
         acc, row_max, row_sum = attend(
-            q, length - queries + query, k_ptr + kv_head * page_stride, v_ptr + kv_head * page_stride,
-            table_ptr + row.to(tl.int64) * table_stride, first_key // SPLIT, (end + SPLIT - 1) // SPLIT, first_key,
-            end, scale, softcap, KV_HEADS, DIM, PAGE, WINDOW, SPLIT, KEYS, DIM_BLOCK, CAPPED,
-        )  # fmt: skip
+            q,
+            length - queries + query,
+            k_ptr + kv_head * page_stride,
+            v_ptr + kv_head * page_stride,
+            table_ptr + row.to(tl.int64) * table_stride,
+            first_key // SPLIT,
+            (end + SPLIT - 1) // SPLIT,
+            first_key,
+            end,
+            scale,
+            softcap,
+            KV_HEADS,
+            DIM,
+            PAGE,
+            WINDOW,
+            SPLIT,
+            KEYS,
+            DIM_BLOCK,
+            CAPPED,
+        )
         out = finished(acc, row_max, row_sum, sinks_ptr, head, valid, v_scale, SINKS)
         offset = (token * (GROUP * KV_HEADS) + head)[:, None] * DIM + column
         tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=inside)
@@ -345,9 +492,15 @@ def divide(q: Tensor, cache: Tensor, block_tables: Tensor) -> Launch:
     capacity = 1 + min(cdiv(rows * kv_heads * max_splits, programs), max_splits)
     packed = min(tile // group, max(1, SCRATCH // (programs * capacity * group * dim * 4))) if tokens > rows else 1
     return Launch(
-        FLOAT32_KEYS if single else KEYS, tile, prompt_tile, WARPS * max(1, prompt_tile // TILE), packed, programs,
-        capacity, config,
-    )  # fmt: skip
+        FLOAT32_KEYS if single else KEYS,
+        tile,
+        prompt_tile,
+        WARPS * max(1, prompt_tile // TILE),
+        packed,
+        programs,
+        capacity,
+        config,
+    )
 
 
 def rows_block(rows: int) -> int:
@@ -364,10 +517,20 @@ def attention_work(
     work = seq_lens.new_empty(2 * (rows + 1) + rows * kv_heads)
     if rows:
         work_kernel[(1,)](
-            query_start, seq_lens, work, rows, launch.packed, rows * kv_heads, window, SPLIT,
-            launch.prompt_tile // (q.shape[1] // kv_heads), rows_block(rows),
-            is_dependent(q.device.index), num_warps=4, **launched(q.device.index),
-        )  # fmt: skip
+            query_start,
+            seq_lens,
+            work,
+            rows,
+            launch.packed,
+            rows * kv_heads,
+            window,
+            SPLIT,
+            launch.prompt_tile // (q.shape[1] // kv_heads),
+            rows_block(rows),
+            is_dependent(q.device.index),
+            num_warps=4,
+            **launched(q.device.index),
+        )
     return work
 
 
@@ -406,17 +569,48 @@ def paged_attention(
     if tokens > rows:
         tiles = tokens // (launch.prompt_tile // group) + rows
         prefill_kernel[(min(multiprocessors(q.device.index), tiles * kv_heads),)](
-            *inputs, *outputs, rows, scale, softcap, v_scale, *strides, page * dim, *shape, launch.prompt_tile,
-            sinks is not None, rows_block(rows), is_dependent(q.device.index), num_warps=launch.prompt_warps,
-            num_stages=launch.config["prefill_stages"], **launched(q.device.index),
-        )  # fmt: skip
+            *inputs,
+            *outputs,
+            rows,
+            scale,
+            softcap,
+            v_scale,
+            *strides,
+            page * dim,
+            *shape,
+            launch.prompt_tile,
+            sinks is not None,
+            rows_block(rows),
+            is_dependent(q.device.index),
+            num_warps=launch.prompt_warps,
+            num_stages=launch.config["prefill_stages"],
+            **launched(q.device.index),
+        )
     lines = launch.packed * group
     parts = q.new_empty((launch.programs * launch.capacity * lines, dim), dtype=torch.float32)
     maxima, row_sums = q.new_empty((2, cdiv(len(parts), 4) * 4), dtype=torch.float32).unbind()
     decode_kernel[(launch.programs,)](
-        *inputs, parts, maxima, row_sums, *outputs, rows, scale, softcap, v_scale, *strides, launch.capacity, lines,
-        page * dim, *shape, launch.tile, sinks is not None, rows_block(rows), next_power_of_2(group),
-        is_dependent(q.device.index), num_warps=WARPS, num_stages=launch.config["decode_stages"],
+        *inputs,
+        parts,
+        maxima,
+        row_sums,
+        *outputs,
+        rows,
+        scale,
+        softcap,
+        v_scale,
+        *strides,
+        launch.capacity,
+        lines,
+        page * dim,
+        *shape,
+        launch.tile,
+        sinks is not None,
+        rows_block(rows),
+        next_power_of_2(group),
+        is_dependent(q.device.index),
+        num_warps=WARPS,
+        num_stages=launch.config["decode_stages"],
         **launched(q.device.index),
-    )  # fmt: skip
+    )
     return out

@@ -50,9 +50,18 @@ BAND = 8  # tiles of rows computed before the next outputs: their inputs stay in
 
 @triton.jit
 def add_step(
-    sums, x, weight, weight_scale_ptr, start, output, outputs, width,
-    SCALED: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    sums,
+    x,
+    weight,
+    weight_scale_ptr,
+    start,
+    output,
+    outputs,
+    width,
+    SCALED: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """sums [M,N] and the products of one step's inputs, from `start` on: x [M,BLOCK_K] times weight [N,BLOCK_K].
 
     GROUP > 0: scales are [inputs / GROUP, width]; those of `output` [N], as far as that is below `outputs`, count.
@@ -71,9 +80,21 @@ def add_step(
 
 @triton.jit
 def chain_sums(
-    x_ptrs, weight_ptrs, weight_scale_ptr, x_valid, weight_valid, output, outputs, inputs, first, length,
-    SCALED: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptrs,
+    weight_ptrs,
+    weight_scale_ptr,
+    x_valid,
+    weight_valid,
+    output,
+    outputs,
+    inputs,
+    first,
+    length,
+    SCALED: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """Products of inputs first .. first + length - 1, summed in ascending order: [M,N] float32; of int8, int32."""
     step = tl.arange(0, BLOCK_K)
     INTEGERS: tl.constexpr = x_ptrs.dtype.element_ty == tl.int8
@@ -86,9 +107,7 @@ def chain_sums(
             remaining = (step < inputs - start)[None, :]
             x = tl.load(x_ptrs + start, mask=x_valid & remaining, other=0.0)
             weight = tl.load(weight_ptrs + start, mask=weight_valid & remaining, other=0.0)
-        sums = add_step(
-            sums, x, weight, weight_scale_ptr, start, output, outputs, outputs, SCALED, GROUP, BLOCK_K
-        )  # fmt: skip
+        sums = add_step(sums, x, weight, weight_scale_ptr, start, output, outputs, outputs, SCALED, GROUP, BLOCK_K)
     return sums
 
 
@@ -124,12 +143,30 @@ def tile_of(rows, outputs, BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: t
 
 @triton.jit(do_not_specialize=["rows"])
 def linear_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, x_scale_ptr, weight_scale_ptr, part_ptr, count_ptr,
-    rows, outputs, inputs, x_stride,
-    SCALED: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, BAND: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHAINS: tl.constexpr, APART: tl.constexpr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    x_scale_ptr,
+    weight_scale_ptr,
+    part_ptr,
+    count_ptr,
+    rows,
+    outputs,
+    inputs,
+    x_stride,
+    SCALED: tl.constexpr,
+    GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BAND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHAINS: tl.constexpr,
+    APART: tl.constexpr,
     DEPENDENT: tl.constexpr,
-):  # fmt: skip
+):
     """A tile of x W^T + bias; EVEN: BLOCK_K divides a chain's inputs; SCALED: of float8 or int8, a scale a row.
 
     GROUP > 0: the weight's scales are [inputs / GROUP, outputs]; BLOCK_K divides it.  CHAINS parts of the inputs are
@@ -150,18 +187,42 @@ def linear_kernel(
     x_valid, weight_valid = (row < rows)[:, None], (output < outputs)[:, None]
     if APART or CHAINS == 1:
         total = chain_sums(
-            x_ptrs, weight_ptrs, weight_scale_ptr, x_valid, weight_valid, output, outputs, inputs, first, length,
-            SCALED, GROUP, EVEN, BLOCK_K,
-        )  # fmt: skip
+            x_ptrs,
+            weight_ptrs,
+            weight_scale_ptr,
+            x_valid,
+            weight_valid,
+            output,
+            outputs,
+            inputs,
+            first,
+            length,
+            SCALED,
+            GROUP,
+            EVEN,
+            BLOCK_K,
+        )
     elif BLOCK_M < 64:
         total = all_chains(x_ptrs, weight_ptrs, x_valid, weight_valid, inputs, length, BLOCK_K)
     else:
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for chain in range(CHAINS):
             total += chain_sums(
-                x_ptrs, weight_ptrs, weight_scale_ptr, x_valid, weight_valid, output, outputs, inputs, chain * length,
-                length, SCALED, GROUP, EVEN, BLOCK_K,
-            )  # fmt: skip
+                x_ptrs,
+                weight_ptrs,
+                weight_scale_ptr,
+                x_valid,
+                weight_valid,
+                output,
+                outputs,
+                inputs,
+                chain * length,
+                length,
+                SCALED,
+                GROUP,
+                EVEN,
+                BLOCK_K,
+            )
     launch_dependents(DEPENDENT)
     offset = row.to(tl.int64)[:, None] * outputs + output[None, :]
     valid = (row < rows)[:, None] & (output < outputs)[None, :]
@@ -173,21 +234,57 @@ def linear_kernel(
             for chain in tl.static_range(CHAINS):
                 total += tl.load(part_ptr + chain * size + offset, mask=valid, other=0.0, cache_modifier=".cg")
             store_product(
-                total, out_ptr, bias_ptr, x_scale_ptr, weight_scale_ptr, row, output, offset, valid, rows, outputs,
-                SCALED, GROUP, BIAS,
-            )  # fmt: skip
+                total,
+                out_ptr,
+                bias_ptr,
+                x_scale_ptr,
+                weight_scale_ptr,
+                row,
+                output,
+                offset,
+                valid,
+                rows,
+                outputs,
+                SCALED,
+                GROUP,
+                BIAS,
+            )
     else:
         store_product(
-            total, out_ptr, bias_ptr, x_scale_ptr, weight_scale_ptr, row, output, offset, valid, rows, outputs,
-            SCALED, GROUP, BIAS,
-        )  # fmt: skip
+            total,
+            out_ptr,
+            bias_ptr,
+            x_scale_ptr,
+            weight_scale_ptr,
+            row,
+            output,
+            offset,
+            valid,
+            rows,
+            outputs,
+            SCALED,
+            GROUP,
+            BIAS,
+        )
 
 
 @triton.jit
 def store_product(
-    sums, out_ptr, bias_ptr, x_scale_ptr, weight_scale_ptr, row, output, offset, valid, rows, outputs,
-    SCALED: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
+    sums,
+    out_ptr,
+    bias_ptr,
+    x_scale_ptr,
+    weight_scale_ptr,
+    row,
+    output,
+    offset,
+    valid,
+    rows,
+    outputs,
+    SCALED: tl.constexpr,
+    GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
+):
     """A tile's sums times their scales, plus the bias."""
     if SCALED:
         sums = sums.to(tl.float32) * tl.load(x_scale_ptr + row, mask=row < rows, other=0.0)[:, None]
@@ -302,11 +399,32 @@ def product(
         apart = parts > 1 and grid[0] <= COUNTERS and config.get("apart", rows <= MOST_APART)
         memory = x.new_empty((parts, rows, outputs), dtype=torch.float32) if apart else out
         linear_kernel[grid if apart else grid[:1]](
-            x, weight, out if bias is None else bias, out, *(scales or (out, out)), memory,
-            counters(x.device) if apart else out, rows, outputs, inputs, x.stride(0), scales is not None, group,
-            bias is not None, inputs // parts % block_k == 0, BAND, block_m, block_n, block_k, parts, apart,
-            is_dependent(device), num_warps=config["warps"], num_stages=config["stages"], **launched(device),
-        )  # fmt: skip
+            x,
+            weight,
+            out if bias is None else bias,
+            out,
+            *(scales or (out, out)),
+            memory,
+            counters(x.device) if apart else out,
+            rows,
+            outputs,
+            inputs,
+            x.stride(0),
+            scales is not None,
+            group,
+            bias is not None,
+            inputs // parts % block_k == 0,
+            BAND,
+            block_m,
+            block_n,
+            block_k,
+            parts,
+            apart,
+            is_dependent(device),
+            num_warps=config["warps"],
+            num_stages=config["stages"],
+            **launched(device),
+        )
     return out
 
 

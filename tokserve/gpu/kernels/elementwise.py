@@ -93,10 +93,23 @@ def _norm(
         block = next_power_of_2(width)
         other = x if residual is None else residual.contiguous()
         norm_kernel[(rows,)](
-            x, other, weight, weight if bias is None else bias, out, total, eps, multiplier, width, block,
-            residual is not None, centered, bias is not None, is_dependent(x.device.index), num_warps=warps(block),
+            x,
+            other,
+            weight,
+            weight if bias is None else bias,
+            out,
+            total,
+            eps,
+            multiplier,
+            width,
+            block,
+            residual is not None,
+            centered,
+            bias is not None,
+            is_dependent(x.device.index),
+            num_warps=warps(block),
             **launched(x.device.index),
-        )  # fmt: skip
+        )
     return out, total
 
 
@@ -148,9 +161,18 @@ def _scaled(x: Tensor, residual: Tensor | None, multiplier: float, limit: float)
         block = min(GATED_BLOCK, next_power_of_2(width))
         other = x if residual is None else residual.contiguous()
         scale_kernel[(rows, cdiv(width, block))](
-            x, other, out, multiplier, limit, width, residual is not None, limit > 0.0, block,
-            num_warps=warps(block), **EXACT,
-        )  # fmt: skip
+            x,
+            other,
+            out,
+            multiplier,
+            limit,
+            width,
+            residual is not None,
+            limit > 0.0,
+            block,
+            num_warps=warps(block),
+            **EXACT,
+        )
     return out
 
 
@@ -196,10 +218,25 @@ def rotated_heads(x_ptr, head, column, inside, cos, sin, head_stride, ROT: tl.co
 
 @triton.jit
 def rope_kernel(
-    q_ptr, k_ptr, table_ptr, position_ptr, q_out, k_out, q_stride, q_head_stride, k_stride, k_head_stride,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, ROT: tl.constexpr, INTERLEAVED: tl.constexpr,
-    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    table_ptr,
+    position_ptr,
+    q_out,
+    k_out,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+):
     """All query and key heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, DIM_BLOCK)[None, :]
@@ -226,11 +263,27 @@ def rope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor, interleaved: bo
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
     if tokens:
         rope_kernel[(tokens,)](
-            q, k, table, positions, q_out, k_out, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-            q_heads, k_heads, dim, table.shape[1], interleaved,
-            next_power_of_2(q_heads), next_power_of_2(k_heads), next_power_of_2(dim),
-            num_warps=warps(next_power_of_2(q_heads * dim)), **EXACT,
-        )  # fmt: skip
+            q,
+            k,
+            table,
+            positions,
+            q_out,
+            k_out,
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            k.stride(1),
+            q_heads,
+            k_heads,
+            dim,
+            table.shape[1],
+            interleaved,
+            next_power_of_2(q_heads),
+            next_power_of_2(k_heads),
+            next_power_of_2(dim),
+            num_warps=warps(next_power_of_2(q_heads * dim)),
+            **EXACT,
+        )
     return q_out, k_out
 
 
@@ -299,9 +352,17 @@ def activate(x: Tensor, activation: str, gated: bool = False) -> Tensor:
         block = min(GATED_BLOCK, next_power_of_2(inner))
         grid = (rows, cdiv(inner, block))
         activate_kernel[grid](
-            x, out, inner, x.stride(0), kind, gated, block, is_dependent(x.device.index), num_warps=warps(block),
+            x,
+            out,
+            inner,
+            x.stride(0),
+            kind,
+            gated,
+            block,
+            is_dependent(x.device.index),
+            num_warps=warps(block),
             **launched(x.device.index),
-        )  # fmt: skip
+        )
     return out
 
 

@@ -79,9 +79,17 @@ def maxima_kernel(logits_ptr, max_ptr, key_ptr, width, slices, GROUPS: tl.conste
 
 @triton.jit(do_not_specialize_on_alignment=["top_k_ptr"])
 def bound_kernel(
-    top_k_ptr, max_ptr, key_ptr, row_max_ptr, bound_ptr, width, slices,
-    MAX_K: tl.constexpr, GROUPS: tl.constexpr, SLICES: tl.constexpr,
-):  # fmt: skip
+    top_k_ptr,
+    max_ptr,
+    key_ptr,
+    row_max_ptr,
+    bound_ptr,
+    width,
+    slices,
+    MAX_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SLICES: tl.constexpr,
+):
     """One row: its largest entry, and a key that the top_k-th largest entry reaches: that of the top_k-th group."""
     row = tl.program_id(0).to(tl.int64)
     top_k = tl.load(top_k_ptr + row)
@@ -100,9 +108,17 @@ def bound_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["top_k_ptr"])
 def largest_kernel(
-    logits_ptr, top_k_ptr, group_ptr, bound_ptr, key_ptr, width, slices,
-    MAX_K: tl.constexpr, GROUPS: tl.constexpr, SLICE: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    top_k_ptr,
+    group_ptr,
+    bound_ptr,
+    key_ptr,
+    width,
+    slices,
+    MAX_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SLICE: tl.constexpr,
+):
     """One slice of a row with a small top-k: the keys [MAX_K] of the entries, top_k at most, that reach the bound."""
     row, slice = tl.program_id(0).to(tl.int64), tl.program_id(1)
     top_k = tl.load(top_k_ptr + row)
@@ -126,9 +142,16 @@ def largest_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["top_k_ptr", "top_p_ptr"])
 def cutoff_kernel(
-    top_k_ptr, top_p_ptr, key_ptr, row_max_ptr, cutoff_ptr, width, slices,
-    MAX_K: tl.constexpr, SLICES: tl.constexpr,
-):  # fmt: skip
+    top_k_ptr,
+    top_p_ptr,
+    key_ptr,
+    row_max_ptr,
+    cutoff_ptr,
+    width,
+    slices,
+    MAX_K: tl.constexpr,
+    SLICES: tl.constexpr,
+):
     """One row: the cutoff of a small top-k and its top-p; of the others, one that keeps all."""
     row = tl.program_id(0).to(tl.int64)
     top_k = tl.load(top_k_ptr + row)
@@ -169,10 +192,23 @@ def is_searched(top_k, top_p, width, MASS: tl.constexpr, MAX_K: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["top_k_ptr", "top_p_ptr"])
 def search_kernel(
-    logits_ptr, top_k_ptr, top_p_ptr, row_max_ptr, bin_ptr, count_ptr, state_ptr, width, slices,
-    SHIFT: tl.constexpr, BITS: tl.constexpr, MASS: tl.constexpr, MAX_K: tl.constexpr, SLICE: tl.constexpr,
-    BINS: tl.constexpr, STATE: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    row_max_ptr,
+    bin_ptr,
+    count_ptr,
+    state_ptr,
+    width,
+    slices,
+    SHIFT: tl.constexpr,
+    BITS: tl.constexpr,
+    MASS: tl.constexpr,
+    MAX_K: tl.constexpr,
+    SLICE: tl.constexpr,
+    BINS: tl.constexpr,
+    STATE: tl.constexpr,
+):
     """One slice adds a digit of its entries' orders to the row's histogram; the last one picks the row's digit.
 
     Entries count 1, or with MASS their mass, if they have the digits picked before and top-k keeps their order.
@@ -199,9 +235,16 @@ def search_kernel(
 
 @triton.jit
 def pick(
-    bin_ptr, state_ptr, row_max, top_k, top_p,
-    SHIFT: tl.constexpr, BITS: tl.constexpr, MASS: tl.constexpr, BINS: tl.constexpr,
-):  # fmt: skip
+    bin_ptr,
+    state_ptr,
+    row_max,
+    top_k,
+    top_p,
+    SHIFT: tl.constexpr,
+    BITS: tl.constexpr,
+    MASS: tl.constexpr,
+    BINS: tl.constexpr,
+):
     """The largest digit such that entries with this one or a larger one reach the target; empties the bins."""
     digit = tl.arange(0, BINS)
     held = tl.load(bin_ptr + digit, cache_modifier=".cg")
@@ -237,9 +280,20 @@ def pick(
 
 @triton.jit(do_not_specialize_on_alignment=["top_k_ptr", "top_p_ptr"])
 def ties_kernel(
-    logits_ptr, top_k_ptr, top_p_ptr, tie_ptr, count_ptr, state_ptr, cutoff_ptr, width, slices,
-    MAX_K: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, STATE: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    tie_ptr,
+    count_ptr,
+    state_ptr,
+    cutoff_ptr,
+    width,
+    slices,
+    MAX_K: tl.constexpr,
+    SLICE: tl.constexpr,
+    SLICES: tl.constexpr,
+    STATE: tl.constexpr,
+):
     """One slice counts its entries of the order at which the search ended; the last one finds the row's cutoff."""
     row, slice = tl.program_id(0).to(tl.int64), tl.program_id(1)
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
@@ -297,16 +351,35 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, f
             logits, maxima, groups, width, slices, GROUPS, size, num_warps=warps(size), **EXACT
         )
         bound_kernel[(rows,)](
-            top_k, maxima, groups, row_maxima, bounds, width, slices,
-            MAX_K, GROUPS, next_power_of_2(slices), num_warps=1, **EXACT,
-        )  # fmt: skip
+            top_k,
+            maxima,
+            groups,
+            row_maxima,
+            bounds,
+            width,
+            slices,
+            MAX_K,
+            GROUPS,
+            next_power_of_2(slices),
+            num_warps=1,
+            **EXACT,
+        )
         largest_kernel[(rows, slices)](
             logits, top_k, groups, bounds, best, width, slices, MAX_K, GROUPS, size, num_warps=warps(size), **EXACT
         )
         cutoff_kernel[(rows,)](
-            top_k, top_p, best, row_maxima, cutoffs, width, slices,
-            MAX_K, next_power_of_2(slices), num_warps=16, **EXACT,
-        )  # fmt: skip
+            top_k,
+            top_p,
+            best,
+            row_maxima,
+            cutoffs,
+            width,
+            slices,
+            MAX_K,
+            next_power_of_2(slices),
+            num_warps=16,
+            **EXACT,
+        )
         if not few:
             _search(logits, top_k, top_p, row_maxima, cutoffs, size)
         filter_kernel[(rows, slices)](
@@ -325,13 +398,42 @@ def _search(logits: Tensor, top_k: Tensor, top_p: Tensor, row_maxima: Tensor, cu
     for of_mass in (False, True):
         for shift, bits in DIGITS:
             search_kernel[(rows, slices)](
-                logits, top_k, top_p, row_maxima, bins, counts, states, width, slices,
-                shift, bits, of_mass, MAX_K, size, BINS, STATE, num_warps=warps(size), **EXACT,
-            )  # fmt: skip
+                logits,
+                top_k,
+                top_p,
+                row_maxima,
+                bins,
+                counts,
+                states,
+                width,
+                slices,
+                shift,
+                bits,
+                of_mass,
+                MAX_K,
+                size,
+                BINS,
+                STATE,
+                num_warps=warps(size),
+                **EXACT,
+            )
     ties_kernel[(rows, slices)](
-        logits, top_k, top_p, ties, counts, states, cutoffs, width, slices,
-        MAX_K, size, next_power_of_2(slices), STATE, num_warps=warps(size), **EXACT,
-    )  # fmt: skip
+        logits,
+        top_k,
+        top_p,
+        ties,
+        counts,
+        states,
+        cutoffs,
+        width,
+        slices,
+        MAX_K,
+        size,
+        next_power_of_2(slices),
+        STATE,
+        num_warps=warps(size),
+        **EXACT,
+    )
 
 
 @triton.jit(do_not_specialize=["length"])

@@ -67,9 +67,16 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     if rows:
         block = next_power_of_2(width)
         float8_rows_kernel[(rows,)](
-            x, values, scales, x.stride(0), width, block, is_dependent(x.device.index), num_warps=warps(block),
+            x,
+            values,
+            scales,
+            x.stride(0),
+            width,
+            block,
+            is_dependent(x.device.index),
+            num_warps=warps(block),
             **launched(x.device.index),
-        )  # fmt: skip
+        )
     return values, scales
 
 

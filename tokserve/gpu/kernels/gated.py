@@ -40,10 +40,27 @@ from tokserve.ops.quant import PackedInt8
 
 @triton.jit(do_not_specialize=["rows"])
 def gated_linear_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, x_scale_ptr, weight_scale_ptr, rows, inner, inputs, half, x_stride,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, KIND: tl.constexpr, BAND: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    x_scale_ptr,
+    weight_scale_ptr,
+    rows,
+    inner,
+    inputs,
+    half,
+    x_stride,
+    SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    KIND: tl.constexpr,
+    BAND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """A tile of the output [rows,inner]; the weight is [2 * inner, inputs], `half` elements of each.  KIND: the number
     of the activation; the rest is as in `linear_kernel`."""
     row, output = tile_of(rows, inner, BAND, BLOCK_M, BLOCK_N)
@@ -84,9 +101,18 @@ def gated_linear_kernel(
 
 @triton.jit
 def finished(
-    sums, bias_ptr, x_scale_ptr, weight_scale_ptr, row, output, rows, inner, first, SCALED: tl.constexpr,
+    sums,
+    bias_ptr,
+    x_scale_ptr,
+    weight_scale_ptr,
+    row,
+    output,
+    rows,
+    inner,
+    first,
+    SCALED: tl.constexpr,
     BIAS: tl.constexpr,
-):  # fmt: skip
+):
     """Sums times their scales, plus the bias, whose numbers begin at `first`."""
     if SCALED:
         sums = sums.to(tl.float32) * tl.load(x_scale_ptr + row, mask=row < rows, other=0.0)[:, None]
@@ -107,11 +133,29 @@ def gated_product(
         block_m, block_n = config["tile"][0], max(16, config["tile"][1] // 2)
         block_k = config.get("step", BLOCK_K) if scales is None else float8_step(0)
         gated_linear_kernel[(cdiv(rows, block_m) * cdiv(inner, block_n),)](
-            x, weight, out if bias is None else bias, out, *(scales or (out, out)), rows, inner, inputs,
-            inner * inputs, x.stride(0), scales is not None, bias is not None, inputs % block_k == 0,
-            ACTIVATIONS.index(activation), BAND, block_m, block_n, block_k, is_dependent(device),
-            num_warps=config["warps"], num_stages=config["stages"], **launched(device),
-        )  # fmt: skip
+            x,
+            weight,
+            out if bias is None else bias,
+            out,
+            *(scales or (out, out)),
+            rows,
+            inner,
+            inputs,
+            inner * inputs,
+            x.stride(0),
+            scales is not None,
+            bias is not None,
+            inputs % block_k == 0,
+            ACTIVATIONS.index(activation),
+            BAND,
+            block_m,
+            block_n,
+            block_k,
+            is_dependent(device),
+            num_warps=config["warps"],
+            num_stages=config["stages"],
+            **launched(device),
+        )
     return out
 
 

@@ -59,9 +59,16 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     if rows:
         block, device = next_power_of_2(width), x.device.index
         int8_rows_kernel[(rows,)](
-            x, values, scales, x.stride(0), width, block, is_dependent(device), num_warps=warps(block),
+            x,
+            values,
+            scales,
+            x.stride(0),
+            width,
+            block,
+            is_dependent(device),
+            num_warps=warps(block),
             **launched(device),
-        )  # fmt: skip
+        )
     return values, scales
 
 

@@ -35,9 +35,23 @@ def to_cache(x, cache, scale):
 
 @triton.jit
 def store_kernel(
-    k_ptr, v_ptr, k_cache, v_cache, slot_ptr, k_stride, k_head_stride, v_stride, v_head_stride, k_scale, v_scale,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, HEADS_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
-):  # fmt: skip
+    k_ptr,
+    v_ptr,
+    k_cache,
+    v_cache,
+    slot_ptr,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    k_scale,
+    v_scale,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+):
     """Keys and values of one token into its slot."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
@@ -66,17 +80,44 @@ def store_kv(
     if tokens:
         heads_block, dim_block = next_power_of_2(heads), next_power_of_2(dim)
         store_kernel[(tokens,)](
-            k, v, k_cache, v_cache, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1), k_scale, v_scale,
-            heads, dim, k_cache.shape[2], heads_block, dim_block, num_warps=warps(heads_block * dim_block), **EXACT,
-        )  # fmt: skip
+            k,
+            v,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            k_scale,
+            v_scale,
+            heads,
+            dim,
+            k_cache.shape[2],
+            heads_block,
+            dim_block,
+            num_warps=warps(heads_block * dim_block),
+            **EXACT,
+        )
 
 
 @triton.jit
 def prepared_heads(
-    x_ptr, weight_ptr, eps, head, column, inside, cos, sin,
-    DIM: tl.constexpr, ROT: tl.constexpr, NORM: tl.constexpr, COUNT: tl.constexpr, INTERLEAVED: tl.constexpr,
+    x_ptr,
+    weight_ptr,
+    eps,
+    head,
+    column,
+    inside,
+    cos,
+    sin,
+    DIM: tl.constexpr,
+    ROT: tl.constexpr,
+    NORM: tl.constexpr,
+    COUNT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     STRIDE: tl.constexpr,
-):  # fmt: skip
+):
     """COUNT heads [H,1] x elements [1,D] of x_ptr, heads STRIDE apart, normed, rounded to their dtype, rotated: [H,D]
     float32.
 
@@ -107,12 +148,32 @@ def prepared_heads(
 
 @triton.jit
 def norm_rope_store_kernel(
-    qkv_ptr, q_weight, k_weight, eps, table_ptr, position_ptr, k_cache, v_cache, slot_ptr, q_out, qkv_stride,
-    k_scale, v_scale,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr,
-    NORM: tl.constexpr, INTERLEAVED: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
-    DIM_BLOCK: tl.constexpr, Q_STRIDE: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
+    qkv_ptr,
+    q_weight,
+    k_weight,
+    eps,
+    table_ptr,
+    position_ptr,
+    k_cache,
+    v_cache,
+    slot_ptr,
+    q_out,
+    qkv_stride,
+    k_scale,
+    v_scale,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROT: tl.constexpr,
+    PAGE: tl.constexpr,
+    NORM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    Q_STRIDE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """One token: its queries out, its keys and values into their slot."""
     wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
@@ -125,17 +186,41 @@ def norm_rope_store_kernel(
     head = tl.arange(0, Q_BLOCK)[:, None]
     inside = (head < Q_HEADS) & (column < DIM)
     q = prepared_heads(
-        qkv, q_weight, eps, head, column, inside, cos, sin, DIM, ROT, NORM, Q_HEADS, INTERLEAVED,
+        qkv,
+        q_weight,
+        eps,
+        head,
+        column,
+        inside,
+        cos,
+        sin,
+        DIM,
+        ROT,
+        NORM,
+        Q_HEADS,
+        INTERLEAVED,
         Q_STRIDE,
-    )  # fmt: skip
+    )
     tl.store(q_out + (token * Q_HEADS + head) * DIM + column, q.to(q_out.dtype.element_ty), mask=inside)
     slot = tl.load(slot_ptr + token)
     head = tl.arange(0, K_BLOCK)[:, None]
     inside = (head < K_HEADS) & (column < DIM)
     k = prepared_heads(
-        qkv + Q_HEADS * Q_STRIDE, k_weight, eps, head, column, inside, cos, sin, DIM, ROT, NORM, K_HEADS, INTERLEAVED,
+        qkv + Q_HEADS * Q_STRIDE,
+        k_weight,
+        eps,
+        head,
+        column,
+        inside,
+        cos,
+        sin,
         DIM,
-    )  # fmt: skip
+        ROT,
+        NORM,
+        K_HEADS,
+        INTERLEAVED,
+        DIM,
+    )
     v = tl.load(qkv + Q_HEADS * Q_STRIDE + (K_HEADS + head) * DIM + column, mask=inside)
     offset = ((slot // PAGE * K_HEADS + head) * PAGE + slot % PAGE) * DIM + column
     launch_dependents(DEPENDENT)
@@ -171,10 +256,32 @@ def norm_rope_store(
     if tokens:
         q_block, dim_block = next_power_of_2(heads), next_power_of_2(dim)
         norm_rope_store_kernel[(tokens,)](
-            qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, eps, table, positions,
-            k_cache, v_cache, slot_mapping, q, qkv.stride(0), k_scale, v_scale,
-            heads, kv_heads, dim, table.shape[1], page, 3 if norm and norm_last else norm, interleaved,
-            q_block, next_power_of_2(kv_heads), dim_block, 2 * dim if gated else dim,
-            is_dependent(qkv.device.index), num_warps=warps(q_block * dim_block), **launched(qkv.device.index),
-        )  # fmt: skip
+            qkv,
+            qkv if q_weight is None else q_weight,
+            qkv if k_weight is None else k_weight,
+            eps,
+            table,
+            positions,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            q,
+            qkv.stride(0),
+            k_scale,
+            v_scale,
+            heads,
+            kv_heads,
+            dim,
+            table.shape[1],
+            page,
+            3 if norm and norm_last else norm,
+            interleaved,
+            q_block,
+            next_power_of_2(kv_heads),
+            dim_block,
+            2 * dim if gated else dim,
+            is_dependent(qkv.device.index),
+            num_warps=warps(q_block * dim_block),
+            **launched(qkv.device.index),
+        )
     return q

@@ -31,9 +31,20 @@ ALIGN = 4  # rows at a time are a multiple of this, so that tensors of the rows 
 
 @triton.jit(do_not_specialize=["tokens"])
 def linear_heads_kernel(
-    x_ptr, weights_ptr, out_ptr, tokens, outputs, inputs, x_stride, x_head_stride,
-    HEADS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weights_ptr,
+    out_ptr,
+    tokens,
+    outputs,
+    inputs,
+    x_stride,
+    x_head_stride,
+    HEADS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """A tile of one head's rows times its weight's transpose."""
     head = tl.program_id(2)
     row, step = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
@@ -70,18 +81,48 @@ def linear_heads(x: Tensor, packed: Sequence[PackedWeight]) -> Tensor:
         block_k = config.get("step", BLOCK_K)
         table = addresses(tuple(weight.packed.data_ptr() for weight in packed), x.device)
         linear_heads_kernel[(cdiv(tokens, block_m), cdiv(outputs, block_n), heads)](
-            x, table, out, tokens, outputs, inputs, x.stride(0), x.stride(1), heads, inputs % block_k == 0, block_m,
-            block_n, block_k, num_warps=config["warps"], num_stages=config["stages"], **EXACT,
-        )  # fmt: skip
+            x,
+            table,
+            out,
+            tokens,
+            outputs,
+            inputs,
+            x.stride(0),
+            x.stride(1),
+            heads,
+            inputs % block_k == 0,
+            block_m,
+            block_n,
+            block_k,
+            num_warps=config["warps"],
+            num_stages=config["stages"],
+            **EXACT,
+        )
     return out
 
 
 @triton.jit
 def latent_rope_store_kernel(
-    q_ptr, kv_ptr, weight_ptr, eps, table_ptr, position_ptr, cache_ptr, slot_ptr, q_out, q_stride, kv_stride,
-    HEADS: tl.constexpr, PLAIN: tl.constexpr, LATENT: tl.constexpr, ROT: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HEADS_BLOCK: tl.constexpr, LATENT_BLOCK: tl.constexpr, ROT_BLOCK: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    kv_ptr,
+    weight_ptr,
+    eps,
+    table_ptr,
+    position_ptr,
+    cache_ptr,
+    slot_ptr,
+    q_out,
+    q_stride,
+    kv_stride,
+    HEADS: tl.constexpr,
+    PLAIN: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    LATENT_BLOCK: tl.constexpr,
+    ROT_BLOCK: tl.constexpr,
+):
     """One token: the rotated part of its queries out, its row into its slot."""
     token = tl.program_id(0).to(tl.int64)
     turned = tl.arange(0, ROT_BLOCK)[None, :]
@@ -91,9 +132,7 @@ def latent_rope_store_kernel(
     sin = tl.load(angles + ROT // 2 + angle, mask=turned < ROT, other=0.0)
     head = tl.arange(0, HEADS_BLOCK)[:, None]
     inside = (head < HEADS) & (turned < ROT)
-    q = rotated_heads(
-        q_ptr + token * q_stride + PLAIN, head, turned, inside, cos, sin, PLAIN + ROT, ROT, INTERLEAVED
-    )  # fmt: skip
+    q = rotated_heads(q_ptr + token * q_stride + PLAIN, head, turned, inside, cos, sin, PLAIN + ROT, ROT, INTERLEAVED)
     tl.store(q_out + (token * HEADS + head) * ROT + turned, q.to(q_out.dtype.element_ty), mask=inside)
     kv, row = kv_ptr + token * kv_stride, cache_ptr + tl.load(slot_ptr + token) * (LATENT + ROT)
     one = tl.arange(0, 1)[:, None]
@@ -126,18 +165,48 @@ def latent_rope_store(
     if tokens:
         blocks = [next_power_of_2(count) for count in (heads, size, rotated)]
         latent_rope_store_kernel[(tokens,)](
-            q, kv, weight, eps, table, positions, cache, slot_mapping, q_rope, q.stride(0), kv.stride(0), heads,
-            width - rotated, size, rotated, interleaved, *blocks, num_warps=warps(blocks[0] * blocks[2]), **EXACT,
-        )  # fmt: skip
+            q,
+            kv,
+            weight,
+            eps,
+            table,
+            positions,
+            cache,
+            slot_mapping,
+            q_rope,
+            q.stride(0),
+            kv.stride(0),
+            heads,
+            width - rotated,
+            size,
+            rotated,
+            interleaved,
+            *blocks,
+            num_warps=warps(blocks[0] * blocks[2]),
+            **EXACT,
+        )
     return q_rope
 
 
 @triton.jit
 def attend_rows(
-    q, q_rope, position, cache_ptr, table_ptr, split, end, scale, value,
-    LATENT: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, KEYS: tl.constexpr,
-    LATENT_BLOCK: tl.constexpr, ROT_BLOCK: tl.constexpr,
-):  # fmt: skip
+    q,
+    q_rope,
+    position,
+    cache_ptr,
+    table_ptr,
+    split,
+    end,
+    scale,
+    value,
+    LATENT: tl.constexpr,
+    ROT: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    KEYS: tl.constexpr,
+    LATENT_BLOCK: tl.constexpr,
+    ROT_BLOCK: tl.constexpr,
+):
     """Queries q [M,L], q_rope [M,R] at `position` [M] over the rows of a split before `end`; elements `value` [1,V] of
     values.  Returns what `attention.attend` does."""
     column, turned = tl.arange(0, LATENT_BLOCK)[None, :], tl.arange(0, ROT_BLOCK)[None, :]
@@ -166,12 +235,30 @@ def attend_rows(
 
 @triton.jit(do_not_specialize=["table_stride", "max_splits"])
 def latent_decode_kernel(
-    q_ptr, q_rope_ptr, cache_ptr, table_ptr, start_ptr, len_ptr, part_ptr, max_ptr, sum_ptr, scale, table_stride,
+    q_ptr,
+    q_rope_ptr,
+    cache_ptr,
+    table_ptr,
+    start_ptr,
+    len_ptr,
+    part_ptr,
+    max_ptr,
+    sum_ptr,
+    scale,
+    table_stride,
     max_splits,
-    HEADS: tl.constexpr, LATENT: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
-    KEYS: tl.constexpr, LATENT_BLOCK: tl.constexpr, ROT_BLOCK: tl.constexpr, TILE: tl.constexpr, VALUES: tl.constexpr,
+    HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROT: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    KEYS: tl.constexpr,
+    LATENT_BLOCK: tl.constexpr,
+    ROT_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    VALUES: tl.constexpr,
     PARTS: tl.constexpr,
-):  # fmt: skip
+):
     """A tile of heads of a row with one query, over one split, some elements of the values: partial acc [R,splits,H,L],
     row_max and row_sum [R,splits,H]."""
     row, split, part_of = tl.program_id(0).to(tl.int64), tl.program_id(2), tl.program_id(1) % PARTS
@@ -186,9 +273,23 @@ def latent_decode_kernel(
         q_rope = tl.load(q_rope_ptr + query * ROT + turned, mask=is_head[:, None] & (turned < ROT), other=0.0)
         position = tl.full([TILE], 0, tl.int32) + (end - 1)
         part, row_max, row_sum = attend_rows(
-            q, q_rope, position, cache_ptr, table_ptr + row * table_stride, split, end, scale, value,
-            LATENT, ROT, PAGE, SPLIT, KEYS, LATENT_BLOCK, ROT_BLOCK,
-        )  # fmt: skip
+            q,
+            q_rope,
+            position,
+            cache_ptr,
+            table_ptr + row * table_stride,
+            split,
+            end,
+            scale,
+            value,
+            LATENT,
+            ROT,
+            PAGE,
+            SPLIT,
+            KEYS,
+            LATENT_BLOCK,
+            ROT_BLOCK,
+        )
         offset = (row * max_splits + split) * HEADS + head
         tl.store(part_ptr + offset[:, None] * LATENT + value, part, mask=is_head[:, None] & (value < LATENT))
         if part_of == 0:
@@ -198,11 +299,29 @@ def latent_decode_kernel(
 
 @triton.jit(do_not_specialize=["rows", "table_stride"])
 def latent_prefill_kernel(
-    q_ptr, q_rope_ptr, cache_ptr, table_ptr, start_ptr, len_ptr, out_ptr, rows, scale, table_stride,
-    HEADS: tl.constexpr, LATENT: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
-    KEYS: tl.constexpr, LATENT_BLOCK: tl.constexpr, ROT_BLOCK: tl.constexpr, TILE: tl.constexpr, VALUES: tl.constexpr,
-    PARTS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    q_rope_ptr,
+    cache_ptr,
+    table_ptr,
+    start_ptr,
+    len_ptr,
+    out_ptr,
+    rows,
+    scale,
+    table_stride,
+    HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROT: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    KEYS: tl.constexpr,
+    LATENT_BLOCK: tl.constexpr,
+    ROT_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    VALUES: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """A tile of queries (of a row with several) and GROUP of their heads, over all splits, some elements of values."""
     QUERIES: tl.constexpr = TILE // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # long ones, late in their rows, come first
@@ -227,9 +346,23 @@ def latent_prefill_kernel(
         row_sum = tl.zeros([TILE], tl.float32)
         for split in range(0, (end + SPLIT - 1) // SPLIT):
             part, part_max, part_sum = attend_rows(
-                q, q_rope, position, cache_ptr, table_ptr + row.to(tl.int64) * table_stride, split, end, scale, value,
-                LATENT, ROT, PAGE, SPLIT, KEYS, LATENT_BLOCK, ROT_BLOCK,
-            )  # fmt: skip
+                q,
+                q_rope,
+                position,
+                cache_ptr,
+                table_ptr + row.to(tl.int64) * table_stride,
+                split,
+                end,
+                scale,
+                value,
+                LATENT,
+                ROT,
+                PAGE,
+                SPLIT,
+                KEYS,
+                LATENT_BLOCK,
+                ROT_BLOCK,
+            )
             acc, row_max, row_sum = merge(acc, row_max, row_sum, part, part_max, part_sum)
         out = acc / tl.where(is_query, row_sum, 1.0)[:, None]
         inside = is_query[:, None] & (value < LATENT)
@@ -238,9 +371,18 @@ def latent_prefill_kernel(
 
 @triton.jit(do_not_specialize=["max_splits"])
 def latent_merge_kernel(
-    part_ptr, max_ptr, sum_ptr, start_ptr, len_ptr, out_ptr, max_splits,
-    HEADS: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr, DIM_BLOCK: tl.constexpr,
-):  # fmt: skip
+    part_ptr,
+    max_ptr,
+    sum_ptr,
+    start_ptr,
+    len_ptr,
+    out_ptr,
+    max_splits,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    SPLIT: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+):
     """One query head of one row with one query: its splits in ascending order."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = tl.load(start_ptr + row)
@@ -308,9 +450,21 @@ def latent_attention(
         parts = q.new_empty((count, max_splits, heads, size), dtype=torch.float32)
         maxima, row_sums = q.new_empty((2, count, max_splits, heads), dtype=torch.float32).unbind()
         latent_decode_kernel[(count, cdiv(heads, TILE) * pieces, max_splits)](
-            q, q_rope, cache, tables, starts, lens, parts, maxima, row_sums, scale, stride, max_splits, *shape,
+            q,
+            q_rope,
+            cache,
+            tables,
+            starts,
+            lens,
+            parts,
+            maxima,
+            row_sums,
+            scale,
+            stride,
+            max_splits,
+            *shape,
             **options,
-        )  # fmt: skip
+        )
         latent_merge_kernel[(count, heads)](
             parts, maxima, row_sums, starts, lens, out, max_splits, heads, size, SPLIT, blocks[0], num_warps=1, **EXACT
         )

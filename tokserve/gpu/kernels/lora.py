@@ -20,9 +20,22 @@ SPLIT = 512  # inputs of one partial sum; part of the arithmetic, like BLOCK_K
 
 @triton.jit(do_not_specialize=["rows", "slots", "shards"], do_not_specialize_on_alignment=["ranks_ptr"])
 def lora_down_kernel(
-    x_ptr, adapters_ptr, down_ptr, ranks_ptr, partial_ptr, rows, inputs, rank, slots, shards, x_stride,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    adapters_ptr,
+    down_ptr,
+    ranks_ptr,
+    partial_ptr,
+    rows,
+    inputs,
+    rank,
+    slots,
+    shards,
+    x_stride,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
     """x down^T over one block of K, for a tile of rows and a part of the rank."""
     row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     begin = tl.program_id(1) * SPLIT
@@ -40,12 +53,14 @@ def lora_down_kernel(
                     k = start + step
                     x = tl.load(
                         x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :],
-                        mask=selected[:, None] & (k < inputs)[None, :], other=0.0,
-                    )  # fmt: skip
+                        mask=selected[:, None] & (k < inputs)[None, :],
+                        other=0.0,
+                    )
                     weight = tl.load(
                         down_ptr + (slot * shards * rank + r).to(tl.int64)[:, None] * inputs + k[None, :],
-                        mask=(r < used)[:, None] & (k < inputs)[None, :], other=0.0,
-                    )  # fmt: skip
+                        mask=(r < used)[:, None] & (k < inputs)[None, :],
+                        other=0.0,
+                    )
                     sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
                 offset = (tl.program_id(1) * rows + row).to(tl.int64)[:, None] * rank + r[None, :]
                 tl.store(partial_ptr + offset, sums, mask=selected[:, None] & (r < used)[None, :])
@@ -53,10 +68,24 @@ def lora_down_kernel(
 
 @triton.jit(do_not_specialize=["rows", "slots", "shards"], do_not_specialize_on_alignment=["ranks_ptr", "scales_ptr"])
 def lora_up_kernel(
-    partial_ptr, adapters_ptr, up_ptr, ranks_ptr, scales_ptr, out_ptr, rows, outputs, rank, slots, shards, splits,
-    up_stride, out_stride,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
+    partial_ptr,
+    adapters_ptr,
+    up_ptr,
+    ranks_ptr,
+    scales_ptr,
+    out_ptr,
+    rows,
+    outputs,
+    rank,
+    slots,
+    shards,
+    splits,
+    up_stride,
+    out_stride,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
     """out += scale * (sum of the blocks) up, for a tile of rows and outputs."""
     row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -75,8 +104,9 @@ def lora_up_kernel(
                     inner += tl.load(partial_ptr + offset, mask=selected[:, None] & (r < used)[None, :], other=0.0)
                 weight = tl.load(
                     up_ptr + (slot * rank + r).to(tl.int64)[:, None] * up_stride + output[None, :],
-                    mask=(r < used)[:, None] & (output < outputs)[None, :], other=0.0,
-                )  # fmt: skip
+                    mask=(r < used)[:, None] & (output < outputs)[None, :],
+                    other=0.0,
+                )
                 sums = tl.dot(inner * scale, weight.to(tl.float32), sums, input_precision="ieee")
             if used > 0:
                 target = out_ptr + row.to(tl.int64)[:, None] * out_stride + output[None, :]
@@ -106,12 +136,43 @@ def add_lora(
     first = 0
     for shard, size in enumerate(sizes):
         lora_down_kernel[(tiles, splits, cdiv(rank, block_r))](
-            x, adapters, down[:, shard], ranks[:, shard], partial, rows, inputs, rank, slots, shards, x.stride(0),
-            BLOCK_T, BLOCK_K, block_r, SPLIT, num_warps=4, **EXACT,
-        )  # fmt: skip
+            x,
+            adapters,
+            down[:, shard],
+            ranks[:, shard],
+            partial,
+            rows,
+            inputs,
+            rank,
+            slots,
+            shards,
+            x.stride(0),
+            BLOCK_T,
+            BLOCK_K,
+            block_r,
+            SPLIT,
+            num_warps=4,
+            **EXACT,
+        )
         lora_up_kernel[(tiles, cdiv(size, BLOCK_N))](
-            partial, adapters, up[:, :, first:], ranks[:, shard], scales[:, shard], out[:, first:], rows, size, rank,
-            slots, shards, splits, up.stride(1), out.stride(0),
-            BLOCK_T, BLOCK_N, block_r, num_warps=4, **EXACT,
-        )  # fmt: skip
+            partial,
+            adapters,
+            up[:, :, first:],
+            ranks[:, shard],
+            scales[:, shard],
+            out[:, first:],
+            rows,
+            size,
+            rank,
+            slots,
+            shards,
+            splits,
+            up.stride(1),
+            out.stride(0),
+            BLOCK_T,
+            BLOCK_N,
+            block_r,
+            num_warps=4,
+            **EXACT,
+        )
         first += size

@@ -37,11 +37,25 @@ def best_of(values, available, index):
 
 @triton.jit
 def route_kernel(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, added, scale,
-    EXPERTS: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr,
-    KEPT: tl.constexpr, TWO: tl.constexpr, NORMALIZE: tl.constexpr, MIN_SUM: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    bias_ptr,
+    ids_ptr,
+    weights_ptr,
+    added,
+    scale,
+    EXPERTS: tl.constexpr,
+    K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIAS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    TWO: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    MIN_SUM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+):
     """The experts of one token."""
     token = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
@@ -106,10 +120,27 @@ def route(
     if tokens:
         block = next_power_of_2(experts)
         route_kernel[(tokens,)](
-            logits.contiguous(), logits if bias is None else bias, ids, weights, float(added), float(scale), experts, k,
-            sigmoid, bias is not None, groups, kept_groups, two_of_group, normalize, mixture.MIN_SUM, block,
-            next_power_of_2(groups), next_power_of_2(k), num_warps=warps(block), **EXACT,
-        )  # fmt: skip
+            logits.contiguous(),
+            logits if bias is None else bias,
+            ids,
+            weights,
+            float(added),
+            float(scale),
+            experts,
+            k,
+            sigmoid,
+            bias is not None,
+            groups,
+            kept_groups,
+            two_of_group,
+            normalize,
+            mixture.MIN_SUM,
+            block,
+            next_power_of_2(groups),
+            next_power_of_2(k),
+            num_warps=warps(block),
+            **EXACT,
+        )
     return ids, weights
 
 
@@ -128,11 +159,28 @@ def rows_of_tile(starts_ptr, tiles_ptr, EXPERTS: tl.constexpr, E_BLOCK: tl.const
 
 @triton.jit(do_not_specialize=["choices"])
 def experts_kernel(
-    x_ptr, weights_ptr, bias_ptr, out_ptr, order_ptr, starts_ptr, tiles_ptr, x_scale_ptr, weight_scales_ptr, choices,
-    outputs, inputs, x_stride,
-    GATHER: tl.constexpr, EXPERTS: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, E_BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weights_ptr,
+    bias_ptr,
+    out_ptr,
+    order_ptr,
+    starts_ptr,
+    tiles_ptr,
+    x_scale_ptr,
+    weight_scales_ptr,
+    choices,
+    outputs,
+    inputs,
+    x_stride,
+    GATHER: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    E_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """A tile of the rows of one expert times its weight's transpose.  GATHER > 0: row r of the sorted rows is token
     order[r] // GATHER of x.  Of int8 there is a scale for each row of x, and for each output of an expert."""
     INTEGERS: tl.constexpr = x_ptr.dtype.element_ty == tl.int8
@@ -178,9 +226,18 @@ def experts_kernel(
 
 @triton.jit
 def combine_kernel(
-    outputs_ptr, places_ptr, weights_ptr, shared_ptr, gate_ptr, out_ptr, width,
-    K: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    outputs_ptr,
+    places_ptr,
+    weights_ptr,
+    shared_ptr,
+    gate_ptr,
+    out_ptr,
+    width,
+    K: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A part of one token's sum, in the order of its choices."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -227,11 +284,31 @@ def product(
     table = addresses(tuple(0 if weight is None else weight.packed.data_ptr() for weight in weights), x.device)
     of_weights = tuple(weight.scales.data_ptr() for weight in weights if isinstance(weight, PackedInt8))
     experts_kernel[grid](
-        x, table, out if bias is None else bias, out, order, starts, tiles, out if scales is None else scales,
-        addresses(of_weights, x.device) if of_weights else table, choices, outputs, inputs, x.stride(0), k,
-        count, bias is not None, inputs % block_k == 0, next_power_of_2(count), block_m, block_n, block_k,
-        num_warps=config["warps"], num_stages=config["stages"], **EXACT,
-    )  # fmt: skip
+        x,
+        table,
+        out if bias is None else bias,
+        out,
+        order,
+        starts,
+        tiles,
+        out if scales is None else scales,
+        addresses(of_weights, x.device) if of_weights else table,
+        choices,
+        outputs,
+        inputs,
+        x.stride(0),
+        k,
+        count,
+        bias is not None,
+        inputs % block_k == 0,
+        next_power_of_2(count),
+        block_m,
+        block_n,
+        block_k,
+        num_warps=config["warps"],
+        num_stages=config["stages"],
+        **EXACT,
+    )
     return out
 
 
@@ -318,7 +395,18 @@ def mixed(
     places[order.long()] = torch.arange(len(order), dtype=torch.int32, device=x.device)
     block = min(COLUMNS, next_power_of_2(width))
     combine_kernel[(tokens, cdiv(width, block))](
-        outputs, places, weights, out if shared is None else shared, weights if shared_gate is None else shared_gate,
-        out, width, k, shared is not None, shared_gate is not None, block, num_warps=warps(block), **EXACT,
-    )  # fmt: skip
+        outputs,
+        places,
+        weights,
+        out if shared is None else shared,
+        weights if shared_gate is None else shared_gate,
+        out,
+        width,
+        k,
+        shared is not None,
+        shared_gate is not None,
+        block,
+        num_warps=warps(block),
+        **EXACT,
+    )
     return out

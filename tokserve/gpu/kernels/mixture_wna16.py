@@ -24,12 +24,40 @@ from tokserve.ops.wna16 import PackedPart, PackedWna16
 
 @triton.jit(do_not_specialize=["choices"])
 def experts_wna16_kernel(
-    x_ptr, codes_ptr, factors_ptr, scales_ptr, mins_ptr, orders_ptr, bias_ptr, out_ptr, order_ptr, starts_ptr,
-    tiles_ptr, choices, outputs, inputs, groups, codes_stride, x_stride, out_stride, bias_stride,
-    GATHER: tl.constexpr, EXPERTS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr,
-    MINS: tl.constexpr, ORDER: tl.constexpr, FOLDED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
-    E_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    codes_ptr,
+    factors_ptr,
+    scales_ptr,
+    mins_ptr,
+    orders_ptr,
+    bias_ptr,
+    out_ptr,
+    order_ptr,
+    starts_ptr,
+    tiles_ptr,
+    choices,
+    outputs,
+    inputs,
+    groups,
+    codes_stride,
+    x_stride,
+    out_stride,
+    bias_stride,
+    GATHER: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    GROUP: tl.constexpr,
+    MINS: tl.constexpr,
+    ORDER: tl.constexpr,
+    FOLDED: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    E_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """A tile of the rows of one expert times a part of its weight.  GATHER > 0: row r of the sorted rows is token
     order[r] // GATHER of x."""
     expert, start, end = rows_of_tile(starts_ptr, tiles_ptr, EXPERTS, E_BLOCK, BLOCK_M)
@@ -45,13 +73,29 @@ def experts_wna16_kernel(
     if GATHER > 0:
         source = tl.load(order_ptr + row, mask=in_rows, other=0) // GATHER
     total = wna16_sums(
-        x_ptr, source.to(tl.int64), in_rows, tl.multiple_of(codes.to(tl.pointer_type(tl.uint8)), 16),
+        x_ptr,
+        source.to(tl.int64),
+        in_rows,
+        tl.multiple_of(codes.to(tl.pointer_type(tl.uint8)), 16),
         tl.load(factors_ptr + expert).to(tl.pointer_type(tl.int8)),
         tl.load(scales_ptr + expert).to(tl.pointer_type(tl.float32)),
         tl.load(mins_ptr + expert).to(tl.pointer_type(tl.float32)),
-        tl.load(orders_ptr + expert).to(tl.pointer_type(tl.int32)), output, in_outputs, inputs, groups,
-        codes_stride, x_stride, BITS, ZERO, GROUP, MINS, ORDER, FOLDED, EVEN, BLOCK_K,
-    )  # fmt: skip
+        tl.load(orders_ptr + expert).to(tl.pointer_type(tl.int32)),
+        output,
+        in_outputs,
+        inputs,
+        groups,
+        codes_stride,
+        x_stride,
+        BITS,
+        ZERO,
+        GROUP,
+        MINS,
+        ORDER,
+        FOLDED,
+        EVEN,
+        BLOCK_K,
+    )
     if BIAS:
         total += tl.load(bias_ptr + expert * bias_stride + output, mask=in_outputs, other=0.0).to(tl.float32)[None, :]
     offset = row.to(tl.int64)[:, None] * out_stride + output[None, :]
@@ -100,11 +144,38 @@ def _product(
         ]
         of_part, bias_part = out[:, first : first + rows], out if bias is None else bias[:, first : first + rows]
         experts_wna16_kernel[grid_tiles, cdiv(rows, block_n)](
-            x, *tables, bias_part, of_part, *sorting, tiles, choices, rows, columns, groups, stride, x.stride(0),
-            out.stride(0), bias_part.stride(0), k, count, bits, zero, group, has_mins, has_order, folded,
-            bias is not None, is_even(columns, group, step), next_power_of_2(count), block_m, block_n, step,
-            num_warps=config["warps"], num_stages=config["stages"], **EXACT,
-        )  # fmt: skip
+            x,
+            *tables,
+            bias_part,
+            of_part,
+            *sorting,
+            tiles,
+            choices,
+            rows,
+            columns,
+            groups,
+            stride,
+            x.stride(0),
+            out.stride(0),
+            bias_part.stride(0),
+            k,
+            count,
+            bits,
+            zero,
+            group,
+            has_mins,
+            has_order,
+            folded,
+            bias is not None,
+            is_even(columns, group, step),
+            next_power_of_2(count),
+            block_m,
+            block_n,
+            step,
+            num_warps=config["warps"],
+            num_stages=config["stages"],
+            **EXACT,
+        )
 
 
 @mixture.experts_wna16.implement("triton", device="cuda")

@@ -52,12 +52,31 @@ def softplus(x):
 
 @triton.jit(do_not_specialize=["saves"])
 def gated_delta_kernel(
-    entries, weight, a_log, dt_bias, state, ring, reads, query_start, seq_lens, state_rows, starts, ends, save_ptr,
+    entries,
+    weight,
+    a_log,
+    dt_bias,
+    state,
+    ring,
+    reads,
+    query_start,
+    seq_lens,
+    state_rows,
+    starts,
+    ends,
+    save_ptr,
     saves,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr, WINDOW: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
     NORM_EPS: tl.constexpr,
-):  # fmt: skip
+):
     """One row, some columns of one value head's state: what is read from it for each token [T,HEADS,VALUE]."""
     number, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(query_start + number).to(tl.int64)
@@ -82,25 +101,52 @@ def gated_delta_kernel(
         for position in range(tl.minimum(start, first), length):
             q = silu(
                 convolve(
-                    rows, ring_row, weight, head // GROUP * KEY + key, is_key, position, first, CHANNELS, entry, TAPS,
+                    rows,
+                    ring_row,
+                    weight,
+                    head // GROUP * KEY + key,
+                    is_key,
+                    position,
+                    first,
+                    CHANNELS,
+                    entry,
+                    TAPS,
                     WINDOW,
                 )
-            )  # fmt: skip
+            )
             k = silu(
                 convolve(
-                    rows, ring_row, weight, keys + head // GROUP * KEY + key, is_key, position, first, CHANNELS, entry,
-                    TAPS, WINDOW,
+                    rows,
+                    ring_row,
+                    weight,
+                    keys + head // GROUP * KEY + key,
+                    is_key,
+                    position,
+                    first,
+                    CHANNELS,
+                    entry,
+                    TAPS,
+                    WINDOW,
                 )
-            )  # fmt: skip
+            )
             q = q * tl.rsqrt(tree_sum(q * q) + NORM_EPS) * (KEY**-0.5)
             k = k * tl.rsqrt(tree_sum(k * k) + NORM_EPS)
             if position >= start:
                 v = silu(
                     convolve(
-                        rows, ring_row, weight, 2 * keys + head * VALUE + value, is_value, position, first, CHANNELS,
-                        entry, TAPS, WINDOW,
+                        rows,
+                        ring_row,
+                        weight,
+                        2 * keys + head * VALUE + value,
+                        is_value,
+                        position,
+                        first,
+                        CHANNELS,
+                        entry,
+                        TAPS,
+                        WINDOW,
                     )
-                )  # fmt: skip
+                )
                 if position >= first:
                     both = rows + (position - first) * entry + CHANNELS + head
                 else:
@@ -136,9 +182,18 @@ def gate_reads_kernel(reads, gates, norm_weight, eps, out, VALUE: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["saves"])
 def keep_inputs_kernel(
-    entries, ring, query_start, seq_lens, state_rows, save_ptr, saves,
-    ENTRY: tl.constexpr, TAPS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    entries,
+    ring,
+    query_start,
+    seq_lens,
+    state_rows,
+    save_ptr,
+    saves,
+    ENTRY: tl.constexpr,
+    TAPS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Some channels of one row: the inputs that go with snapshots into their rings, then the new ones into its own."""
     number = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -167,9 +222,21 @@ def keep_inputs_kernel(
 
 @triton.jit
 def short_conv_kernel(
-    entries, x, weight, bias, ring, out, query_start, seq_lens, state_rows,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr, WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    entries,
+    x,
+    weight,
+    bias,
+    ring,
+    out,
+    query_start,
+    seq_lens,
+    state_rows,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Some channels of one row."""
     number = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -232,11 +299,33 @@ def gated_delta(
         key_block, value_block = next_power_of_2(key_dim), next_power_of_2(value_dim)
         columns = min(COLUMNS, value_block)
         gated_delta_kernel[(len(seq_lens), heads, cdiv(value_dim, columns))](
-            entries, conv_weight, a_log, dt_bias, state, ring, reads, query_start, seq_lens, state_rows, start, end,
-            saves, len(saves),
-            heads, heads // sizes.key_heads, key_dim, value_dim, channels, taps, ring.shape[1], key_block, columns,
-            recurrent.NORM_EPS, num_warps=4, **EXACT,
-        )  # fmt: skip
+            entries,
+            conv_weight,
+            a_log,
+            dt_bias,
+            state,
+            ring,
+            reads,
+            query_start,
+            seq_lens,
+            state_rows,
+            start,
+            end,
+            saves,
+            len(saves),
+            heads,
+            heads // sizes.key_heads,
+            key_dim,
+            value_dim,
+            channels,
+            taps,
+            ring.shape[1],
+            key_block,
+            columns,
+            recurrent.NORM_EPS,
+            num_warps=4,
+            **EXACT,
+        )
         gate_reads_kernel[(x.shape[0] * heads,)](
             reads, gates, norm_weight, eps, out, value_dim, value_block, num_warps=warps(value_block), **EXACT
         )
@@ -264,9 +353,23 @@ def short_conv(
     out = torch.zeros_like(entries)
     if len(seq_lens) and len(x):
         short_conv_kernel[(len(seq_lens), cdiv(channels, CHANNELS))](
-            entries, x, conv_weight, conv_weight if bias is None else bias, ring, out, query_start, seq_lens,
-            state_rows, channels, taps, ring.shape[1], bias is not None, CHANNELS, num_warps=warps(CHANNELS), **EXACT,
-        )  # fmt: skip
+            entries,
+            x,
+            conv_weight,
+            conv_weight if bias is None else bias,
+            ring,
+            out,
+            query_start,
+            seq_lens,
+            state_rows,
+            channels,
+            taps,
+            ring.shape[1],
+            bias is not None,
+            CHANNELS,
+            num_warps=warps(CHANNELS),
+            **EXACT,
+        )
         _keep_inputs(entries, ring, query_start, seq_lens, state_rows, saves, taps)
     return out
 
@@ -288,6 +391,17 @@ def _keep_inputs(
 ) -> None:
     width = entries.shape[1]
     keep_inputs_kernel[(len(seq_lens), cdiv(width, CHANNELS))](
-        entries, ring, query_start, seq_lens, state_rows, saves, len(saves), width, taps, ring.shape[1], CHANNELS,
-        num_warps=warps(CHANNELS), **EXACT,
-    )  # fmt: skip
+        entries,
+        ring,
+        query_start,
+        seq_lens,
+        state_rows,
+        saves,
+        len(saves),
+        width,
+        taps,
+        ring.shape[1],
+        CHANNELS,
+        num_warps=warps(CHANNELS),
+        **EXACT,
+    )

@@ -76,9 +76,19 @@ def row_terms(temperature_ptr, finite_ptr, row, TEMPERATURE: tl.constexpr, FINIT
 
 @triton.jit
 def sample_slice_kernel(
-    logits_ptr, seed_ptr, position_ptr, greedy_ptr, temperature_ptr, best_ptr, id_ptr, max_ptr,
-    width, slices, TEMPERATURE: tl.constexpr, SLICE: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    seed_ptr,
+    position_ptr,
+    greedy_ptr,
+    temperature_ptr,
+    best_ptr,
+    id_ptr,
+    max_ptr,
+    width,
+    slices,
+    TEMPERATURE: tl.constexpr,
+    SLICE: tl.constexpr,
+):
     """Reduce one slice of a row: largest perturbed logit and its id, largest logit."""
     row, slice = tl.program_id(0).to(tl.int64), tl.program_id(1)
     id = slice * SLICE + tl.arange(0, SLICE)
@@ -104,9 +114,19 @@ def sample_slice_kernel(
 
 @triton.jit
 def sample_merge_kernel(
-    best_ptr, id_ptr, max_ptr, seed_ptr, position_ptr, greedy_ptr, out_ptr, finite_ptr, width, slices,
-    SLICES: tl.constexpr, SWEEP: tl.constexpr,
-):  # fmt: skip
+    best_ptr,
+    id_ptr,
+    max_ptr,
+    seed_ptr,
+    position_ptr,
+    greedy_ptr,
+    out_ptr,
+    finite_ptr,
+    width,
+    slices,
+    SLICES: tl.constexpr,
+    SWEEP: tl.constexpr,
+):
     """One row: its id, and whether its largest logit is finite.  Where it is not, logits count as zeros."""
     row = tl.program_id(0).to(tl.int64)
     slice = tl.arange(0, SLICES)
@@ -153,13 +173,37 @@ def _sample(
     if rows:
         size = min(SLICE, max(4, next_power_of_2(width)))
         sample_slice_kernel[(rows, slices)](
-            logits, seeds, positions, is_greedy, logits if temperature is None else temperature,
-            best, best_ids, maxima, width, slices, temperature is not None, size, num_warps=warps(size), **EXACT,
-        )  # fmt: skip
+            logits,
+            seeds,
+            positions,
+            is_greedy,
+            logits if temperature is None else temperature,
+            best,
+            best_ids,
+            maxima,
+            width,
+            slices,
+            temperature is not None,
+            size,
+            num_warps=warps(size),
+            **EXACT,
+        )
         sample_merge_kernel[(rows,)](
-            best, best_ids, maxima, seeds, positions, is_greedy, ids, finite, width, slices,
-            next_power_of_2(slices), min(NOISE_SWEEP, size), num_warps=1, **EXACT,
-        )  # fmt: skip
+            best,
+            best_ids,
+            maxima,
+            seeds,
+            positions,
+            is_greedy,
+            ids,
+            finite,
+            width,
+            slices,
+            next_power_of_2(slices),
+            min(NOISE_SWEEP, size),
+            num_warps=1,
+            **EXACT,
+        )
     return ids, finite.view(torch.bool)
 
 
@@ -170,9 +214,22 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> 
 
 @triton.jit(do_not_specialize=["k"])
 def logprobs_slice_kernel(
-    logits_ptr, token_ptr, temperature_ptr, finite_ptr, max_ptr, sum_ptr, greater_ptr, candidate_ptr, width, slices, k,
-    TOP: tl.constexpr, TEMPERATURE: tl.constexpr, FINITE: tl.constexpr, SLICE: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    token_ptr,
+    temperature_ptr,
+    finite_ptr,
+    max_ptr,
+    sum_ptr,
+    greater_ptr,
+    candidate_ptr,
+    width,
+    slices,
+    k,
+    TOP: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
+    FINITE: tl.constexpr,
+    SLICE: tl.constexpr,
+):
     """Reduce one slice of a row: maximum, sum of exp(x - maximum), entries above the token's, the k largest as keys.
 
     TOP: upper limit of k.
@@ -200,11 +257,30 @@ def logprobs_slice_kernel(
 
 @triton.jit(do_not_specialize=["k", "num_named"])
 def logprobs_merge_kernel(
-    logits_ptr, token_ptr, temperature_ptr, finite_ptr, max_ptr, sum_ptr, greater_ptr, candidate_ptr, named_ptr,
-    logprob_ptr, rank_ptr, id_ptr, value_ptr, width, slices, num_named, k,
-    TOP: tl.constexpr, TEMPERATURE: tl.constexpr, FINITE: tl.constexpr, SLICES: tl.constexpr, CANDIDATES: tl.constexpr,
+    logits_ptr,
+    token_ptr,
+    temperature_ptr,
+    finite_ptr,
+    max_ptr,
+    sum_ptr,
+    greater_ptr,
+    candidate_ptr,
+    named_ptr,
+    logprob_ptr,
+    rank_ptr,
+    id_ptr,
+    value_ptr,
+    width,
+    slices,
+    num_named,
+    k,
+    TOP: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
+    FINITE: tl.constexpr,
+    SLICES: tl.constexpr,
+    CANDIDATES: tl.constexpr,
     NAMED: tl.constexpr,
-):  # fmt: skip
+):
     """One row: logprob and rank of its token, then ids and logprobs of its k most probable and of the named ids.
 
     TOP: upper limit of k.
@@ -264,15 +340,45 @@ def _logprobs(
     top_size = next(size for size in TOP_SIZES if k <= size)
     switches = (k, top_size, temperature is not None, finite is not None)
     logprobs_slice_kernel[(rows, slices)](
-        logits, token_ids, columns, flags, maxima, sums, greater, candidates, width, slices, *switches, size,
-        num_warps=warps(size), **EXACT,
-    )  # fmt: skip
+        logits,
+        token_ids,
+        columns,
+        flags,
+        maxima,
+        sums,
+        greater,
+        candidates,
+        width,
+        slices,
+        *switches,
+        size,
+        num_warps=warps(size),
+        **EXACT,
+    )
     logprobs_merge_kernel[(rows,)](
-        logits, token_ids, columns, flags, maxima, sums, greater, candidates,
-        token_ids if named is None else named.contiguous(), token_logprobs, ranks, ids, values,
-        width, slices, num_named, *switches, next_power_of_2(slices),
-        next_power_of_2(max(1, slices * top_size)), 256, num_warps=4, **EXACT,
-    )  # fmt: skip
+        logits,
+        token_ids,
+        columns,
+        flags,
+        maxima,
+        sums,
+        greater,
+        candidates,
+        token_ids if named is None else named.contiguous(),
+        token_logprobs,
+        ranks,
+        ids,
+        values,
+        width,
+        slices,
+        num_named,
+        *switches,
+        next_power_of_2(slices),
+        next_power_of_2(max(1, slices * top_size)),
+        256,
+        num_warps=4,
+        **EXACT,
+    )
     return token_logprobs, ranks, ids, values
 
 
@@ -303,9 +409,18 @@ def sample_fused(
 
 @triton.jit(do_not_specialize=["limit"])
 def sampling_mask_kernel(
-    logits_ptr, processed_ptr, token_ptr, greedy_ptr, temperature_ptr, count_ptr, id_ptr, kept_logprob_ptr,
-    width, limit, SWEEP: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    processed_ptr,
+    token_ptr,
+    greedy_ptr,
+    temperature_ptr,
+    count_ptr,
+    id_ptr,
+    kept_logprob_ptr,
+    width,
+    limit,
+    SWEEP: tl.constexpr,
+):
     """One row: how many ids are kept, the ids at the front of the row's `limit` entries, and their mass."""
     row = tl.program_id(0).to(tl.int64)
     temperature, _ = row_terms(temperature_ptr, temperature_ptr, row, True, False)
@@ -352,9 +467,20 @@ def sampling_mask(
     if rows:
         size = min(SWEEP, max(16, next_power_of_2(width)))
         sampling_mask_kernel[(rows,)](
-            logits, processed, token_ids, greedy.view(torch.int8), temperature, counts, ids, kept_logprobs,
-            width, limit, size, num_warps=warps(size), **EXACT,
-        )  # fmt: skip
+            logits,
+            processed,
+            token_ids,
+            greedy.view(torch.int8),
+            temperature,
+            counts,
+            ids,
+            kept_logprobs,
+            width,
+            limit,
+            size,
+            num_warps=warps(size),
+            **EXACT,
+        )
     values = _logprobs(processed, token_ids, 0, None, None, None)[0]
     return counts, _joined(ids, counts), kept_logprobs, values.where(~greedy, 0.0)
 

@@ -32,9 +32,23 @@ def edit_rows(table: Tensor, edits: Tensor, values: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["token_stride", "block_stride", "width", "table_stride"])
 def prepare_kernel(
-    token_ptr, block_ptr, slot_ptr, computed_ptr, start_ptr, id_out, position_out, mapping_out, len_out, table_out,
-    token_stride, block_stride, width, table_stride, PAGE: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    token_ptr,
+    block_ptr,
+    slot_ptr,
+    computed_ptr,
+    start_ptr,
+    id_out,
+    position_out,
+    mapping_out,
+    len_out,
+    table_out,
+    token_stride,
+    block_stride,
+    width,
+    table_stride,
+    PAGE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """One row: its tokens, its length, its part of the block table."""
     row = tl.program_id(0)
     slot = tl.load(slot_ptr + row).to(tl.int64)
@@ -76,17 +90,47 @@ def prepare_step(
     block_tables: Tensor,
 ) -> None:
     prepare_kernel[(len(slots),)](
-        tokens, blocks, slots, computed, query_start, input_ids, positions, slot_mapping, seq_lens, block_tables,
-        tokens.stride(0), blocks.stride(0), block_tables.shape[1], block_tables.stride(0), page, CHUNK,
-        num_warps=4, **EXACT,
-    )  # fmt: skip
+        tokens,
+        blocks,
+        slots,
+        computed,
+        query_start,
+        input_ids,
+        positions,
+        slot_mapping,
+        seq_lens,
+        block_tables,
+        tokens.stride(0),
+        blocks.stride(0),
+        block_tables.shape[1],
+        block_tables.stride(0),
+        page,
+        CHUNK,
+        num_warps=4,
+        **EXACT,
+    )
 
 
 @triton.jit(do_not_specialize=["token_stride", "block_stride", "width", "table_stride", "padding_slot"])
 def advance_kernel(
-    token_ptr, block_ptr, slot_ptr, computed_ptr, id_out, position_out, mapping_out, length_out, len_out, table_out,
-    token_stride, block_stride, width, table_stride, padding_slot, PAGE: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    token_ptr,
+    block_ptr,
+    slot_ptr,
+    computed_ptr,
+    id_out,
+    position_out,
+    mapping_out,
+    length_out,
+    len_out,
+    table_out,
+    token_stride,
+    block_stride,
+    width,
+    table_stride,
+    padding_slot,
+    PAGE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """One row: its next token, its length, its part of the block table."""
     row = tl.program_id(0)
     slot = tl.load(slot_ptr + row)
@@ -117,7 +161,23 @@ def advance_step(
     block_tables: Tensor,
 ) -> None:
     advance_kernel[(len(slots),)](
-        tokens, blocks, slots, computed, input_ids, positions, slot_mapping, lengths, seq_lens, block_tables,
-        tokens.stride(0), blocks.stride(0), block_tables.shape[1], block_tables.stride(0), len(tokens) - 1, page, CHUNK,
-        num_warps=4, **EXACT,
-    )  # fmt: skip
+        tokens,
+        blocks,
+        slots,
+        computed,
+        input_ids,
+        positions,
+        slot_mapping,
+        lengths,
+        seq_lens,
+        block_tables,
+        tokens.stride(0),
+        blocks.stride(0),
+        block_tables.shape[1],
+        block_tables.stride(0),
+        len(tokens) - 1,
+        page,
+        CHUNK,
+        num_warps=4,
+        **EXACT,
+    )

@@ -27,11 +27,29 @@ LINEAR = {SIGNED: 8, UNSIGNED: 0}  # factors that are the code less a number
 
 @triton.jit
 def wna16_sums(
-    x_ptr, row, in_rows, codes_ptr, factors_ptr, scales_ptr, mins_ptr, order_ptr, output, in_outputs, inputs, groups,
-    codes_stride, x_stride,
-    BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, MINS: tl.constexpr, ORDER: tl.constexpr,
-    FOLDED: tl.constexpr, EVEN: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    row,
+    in_rows,
+    codes_ptr,
+    factors_ptr,
+    scales_ptr,
+    mins_ptr,
+    order_ptr,
+    output,
+    in_outputs,
+    inputs,
+    groups,
+    codes_stride,
+    x_stride,
+    BITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    GROUP: tl.constexpr,
+    MINS: tl.constexpr,
+    ORDER: tl.constexpr,
+    FOLDED: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """Rows `row` [M] of x times outputs `output` [N] of a part: [M,N] float32.  ZERO: what is taken from a code; below
     0, codes index the table of factors.  EVEN: BLOCK_K divides GROUP, and that the inputs."""
     PER_BYTE: tl.constexpr = 8 // BITS
@@ -88,19 +106,61 @@ def wna16_sums(
 
 @triton.jit(do_not_specialize=["rows"])
 def wna16_kernel(
-    x_ptr, codes_ptr, factors_ptr, scales_ptr, mins_ptr, order_ptr, bias_ptr, out_ptr, rows, outputs, inputs, groups,
-    codes_stride, x_stride, out_stride, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, MINS: tl.constexpr,
-    ORDER: tl.constexpr, FOLDED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    codes_ptr,
+    factors_ptr,
+    scales_ptr,
+    mins_ptr,
+    order_ptr,
+    bias_ptr,
+    out_ptr,
+    rows,
+    outputs,
+    inputs,
+    groups,
+    codes_stride,
+    x_stride,
+    out_stride,
+    BITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    GROUP: tl.constexpr,
+    MINS: tl.constexpr,
+    ORDER: tl.constexpr,
+    FOLDED: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """A tile of the output."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     output = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows, in_outputs = row < rows, output < outputs
     total = wna16_sums(
-        x_ptr, row, in_rows, codes_ptr, factors_ptr, scales_ptr, mins_ptr, order_ptr, output, in_outputs, inputs,
-        groups, codes_stride, x_stride, BITS, ZERO, GROUP, MINS, ORDER, FOLDED, EVEN, BLOCK_K,
-    )  # fmt: skip
+        x_ptr,
+        row,
+        in_rows,
+        codes_ptr,
+        factors_ptr,
+        scales_ptr,
+        mins_ptr,
+        order_ptr,
+        output,
+        in_outputs,
+        inputs,
+        groups,
+        codes_stride,
+        x_stride,
+        BITS,
+        ZERO,
+        GROUP,
+        MINS,
+        ORDER,
+        FOLDED,
+        EVEN,
+        BLOCK_K,
+    )
     if BIAS:
         total += tl.load(bias_ptr + output, mask=in_outputs, other=0.0).to(tl.float32)[None, :]
     offset = row[:, None] * out_stride + output[None, :]
@@ -127,9 +187,13 @@ def pack(parts: Sequence[QuantizedRows], rounded: bool = False) -> PackedWna16:
 @wna16.pack_int4.implement("triton", device="cuda")
 @wna16.pack_gated_int4.implement("triton", device="cuda")
 def pack_int4(
-    weight: Tensor, group: int, rounded: bool = False, rows: int | None = None, first: int = 0,
+    weight: Tensor,
+    group: int,
+    rounded: bool = False,
+    rows: int | None = None,
+    first: int = 0,
     into: PackedWna16 | None = None,
-) -> PackedWna16:  # fmt: skip
+) -> PackedWna16:
     codes, scales = quantize_int4(weight, group)
     packed_weight = pack((QuantizedRows(codes, SIGNED, group, scales),), rounded)
     (part,) = packed_weight.parts
@@ -157,9 +221,20 @@ def _pack(part: QuantizedRows) -> PackedPart:
     ]
     assert placed[0] is not None and placed[1] is not None and placed[2] is not None
     return PackedPart(
-        bits, rows, columns, part.group, 1, placed[0], placed[1], placed[2], None, placed[3], None, placed[4],
+        bits,
+        rows,
+        columns,
+        part.group,
+        1,
+        placed[0],
+        placed[1],
+        placed[2],
+        None,
+        placed[3],
+        None,
+        placed[4],
         part.folded,
-    )  # fmt: skip
+    )
 
 
 def step_of(group: int, dtype: torch.dtype, *, ordered: bool) -> int:
@@ -181,13 +256,36 @@ def _multiply(x: Tensor, part: PackedPart, zero: int, bias: Tensor | None, out: 
     group = min(part.group, part.columns)
     block_k = step_of(group, x.dtype, ordered=part.order is not None)
     wna16_kernel[cdiv(rows, block_m), cdiv(part.rows, block_n)](
-        x, part.packed, part.factors, part.scales, part.scales if part.mins is None else part.mins,
-        part.factors if part.order is None else part.order, out if bias is None else bias, out, rows, part.rows,
-        part.columns, groups, part.packed.stride(0), x.stride(0), out.stride(0), part.bits, zero, group,
-        part.mins is not None, part.order is not None, part.folded, bias is not None,
-        is_even(part.columns, group, block_k), block_m, block_n, block_k, num_warps=config["warps"],
-        num_stages=config["stages"], **EXACT,
-    )  # fmt: skip
+        x,
+        part.packed,
+        part.factors,
+        part.scales,
+        part.scales if part.mins is None else part.mins,
+        part.factors if part.order is None else part.order,
+        out if bias is None else bias,
+        out,
+        rows,
+        part.rows,
+        part.columns,
+        groups,
+        part.packed.stride(0),
+        x.stride(0),
+        out.stride(0),
+        part.bits,
+        zero,
+        group,
+        part.mins is not None,
+        part.order is not None,
+        part.folded,
+        bias is not None,
+        is_even(part.columns, group, block_k),
+        block_m,
+        block_n,
+        block_k,
+        num_warps=config["warps"],
+        num_stages=config["stages"],
+        **EXACT,
+    )
 
 
 @wna16.linear_wna16.implement("triton", device="cuda")

@@ -51,9 +51,21 @@ def experts(
     _check_experts(x, gate_up[0], down[0])
     out = x.new_empty(x.shape[0], x.shape[1])
     _C.experts(
-        x, ids, weights, [one.packed for one in gate_up], [], gate_up_bias, [one.packed for one in down], [],
-        down_bias, activation, down[0].columns, shared, shared_gate, out,
-    )  # fmt: skip
+        x,
+        ids,
+        weights,
+        [one.packed for one in gate_up],
+        [],
+        gate_up_bias,
+        [one.packed for one in down],
+        [],
+        down_bias,
+        activation,
+        down[0].columns,
+        shared,
+        shared_gate,
+        out,
+    )
     return out
 
 
@@ -74,10 +86,21 @@ def experts_int8(
     _check_experts(x, gate_up[0], down[0])
     out = x.new_empty(x.shape[0], x.shape[1])
     _C.experts(
-        x, ids, weights, [one.packed for one in gate_up], [one.scales for one in gate_up], gate_up_bias,
-        [one.packed for one in down], [one.scales for one in down], down_bias, activation, down[0].columns, shared,
-        shared_gate, out,
-    )  # fmt: skip
+        x,
+        ids,
+        weights,
+        [one.packed for one in gate_up],
+        [one.scales for one in gate_up],
+        gate_up_bias,
+        [one.packed for one in down],
+        [one.scales for one in down],
+        down_bias,
+        activation,
+        down[0].columns,
+        shared,
+        shared_gate,
+        out,
+    )
     return out
 
 
@@ -98,9 +121,19 @@ def experts_wna16(
     _check_experts(x, gate_up[0], down[0])
     out = x.new_empty(x.shape[0], x.shape[1])
     _C.experts_wna16(
-        x, ids, weights, _handles(gate_up), gate_up_bias, _handles(down), down_bias, activation, down[0].columns,
-        shared, shared_gate, out,
-    )  # fmt: skip
+        x,
+        ids,
+        weights,
+        _handles(gate_up),
+        gate_up_bias,
+        _handles(down),
+        down_bias,
+        activation,
+        down[0].columns,
+        shared,
+        shared_gate,
+        out,
+    )
     return out
 
 

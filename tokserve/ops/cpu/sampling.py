@@ -32,9 +32,11 @@ def sample_fused(
 def _logprob_columns(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Outputs: the tokens' logprobs and ranks, the alternatives' ids and logprobs."""
     return (
-        torch.empty(rows), torch.empty(rows, dtype=torch.int32),
-        torch.empty(rows, columns, dtype=torch.int32), torch.empty(rows, columns),
-    )  # fmt: skip
+        torch.empty(rows),
+        torch.empty(rows, dtype=torch.int32),
+        torch.empty(rows, columns, dtype=torch.int32),
+        torch.empty(rows, columns),
+    )
 
 
 _NO_LOGPROBS = _logprob_columns(0, 0)

@@ -40,17 +40,25 @@ def pack_gated_wna16(parts: Sequence[QuantizedRows], rounded: bool = False) -> P
 
 @wna16.pack_int4.implement("cpp", device="cpu")
 def pack_int4(
-    weight: Tensor, group: int, rounded: bool = False, rows: int | None = None, first: int = 0,
+    weight: Tensor,
+    group: int,
+    rounded: bool = False,
+    rows: int | None = None,
+    first: int = 0,
     into: PackedWna16 | None = None,
-) -> PackedWna16:  # fmt: skip
+) -> PackedWna16:
     return _packed_int4(weight, group, rounded, rows, first, into, gated=False)
 
 
 @wna16.pack_gated_int4.implement("cpp", device="cpu")
 def pack_gated_int4(
-    weight: Tensor, group: int, rounded: bool = False, rows: int | None = None, first: int = 0,
+    weight: Tensor,
+    group: int,
+    rounded: bool = False,
+    rows: int | None = None,
+    first: int = 0,
     into: PackedWna16 | None = None,
-) -> PackedWna16:  # fmt: skip
+) -> PackedWna16:
     return _packed_int4(weight, group, rounded, rows, first, into, gated=True)
 
 
@@ -74,8 +82,21 @@ def _unfilled(rows: int, columns: int, group: int, rounded: bool, *, gated: bool
     scales[-1].zero_()
     factors = torch.tensor(wna16.SIGNED, dtype=torch.int8)
     part = PackedPart(
-        4, rows, columns, group, 1, packed, factors, scales, None, None, None, None, False, rounded,
-    )  # fmt: skip
+        4,
+        rows,
+        columns,
+        group,
+        1,
+        packed,
+        factors,
+        scales,
+        None,
+        None,
+        None,
+        None,
+        False,
+        rounded,
+    )
     handle = _C.Wna16Weight()
     handle.add(*_arguments(part), gated)
     return PackedWna16(rows, columns, (part,), gated, handle)
@@ -102,9 +123,21 @@ def _pack(part: QuantizedRows, gated: bool, rounded: bool) -> PackedPart:
     )
     order = None if part.order is None else part.order.contiguous()
     return PackedPart(
-        bits, rows, columns, part.group, part.ratio, packed, factors, _panels(part.scales, gated), sub_scales, mins,
-        sub_mins, order, part.folded, rounded,
-    )  # fmt: skip
+        bits,
+        rows,
+        columns,
+        part.group,
+        part.ratio,
+        packed,
+        factors,
+        _panels(part.scales, gated),
+        sub_scales,
+        mins,
+        sub_mins,
+        order,
+        part.folded,
+        rounded,
+    )
 
 
 def _panels(values: Tensor, gated: bool) -> Tensor:
@@ -118,9 +151,21 @@ def _panels(values: Tensor, gated: bool) -> Tensor:
 
 def _arguments(part: PackedPart) -> tuple[object, ...]:
     return (
-        part.bits, part.rows, part.columns, part.group, part.ratio, part.packed, part.factors, part.scales,
-        part.sub_scales, part.mins, part.sub_mins, part.order, part.folded, part.rounded,
-    )  # fmt: skip
+        part.bits,
+        part.rows,
+        part.columns,
+        part.group,
+        part.ratio,
+        part.packed,
+        part.factors,
+        part.scales,
+        part.sub_scales,
+        part.mins,
+        part.sub_mins,
+        part.order,
+        part.folded,
+        part.rounded,
+    )
 
 
 @wna16.linear_wna16.implement("cpp", device="cpu")

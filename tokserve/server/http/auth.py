@@ -28,9 +28,15 @@ class Keys:
     """
 
     def __init__(
-        self, keys: Iterable[str], admin: Iterable[str] = (), *, control: Container[str] = (),
-        remote_control: bool = False, hosts: Iterable[str] | None = None, guarded: Container[str] = (),
-    ) -> None:  # fmt: skip
+        self,
+        keys: Iterable[str],
+        admin: Iterable[str] = (),
+        *,
+        control: Container[str] = (),
+        remote_control: bool = False,
+        hosts: Iterable[str] | None = None,
+        guarded: Container[str] = (),
+    ) -> None:
         self._admin = [_digest(key.encode()) for key in admin]
         self._digests = [_digest(key.encode()) for key in keys]
         self._control = control

@@ -62,8 +62,9 @@ class BodyReader:
         if encoding not in ("", "identity"):
             raise UnsupportedMedia(
                 f"Content-Encoding {encoding[:LONGEST_SHOWN]!r} is not supported; send the body uncompressed",
-                code="content_encoding", headers={"Accept-Encoding": "identity"},
-            )  # fmt: skip
+                code="content_encoding",
+                headers={"Accept-Encoding": "identity"},
+            )
         length = request.headers.get("content-length", "")
         if length.isdigit() and (len(length) > 18 or int(length) > self._max_bytes):
             raise self._too_large()
@@ -167,8 +168,9 @@ class BodyReader:
                 return
         raise Overloaded(
             f"the bodies of all requests would need more than {self._max_held >> 20} MiB (--max-body-memory-bytes)",
-            retry_after=RETRY_SECONDS, code="body_memory",
-        )  # fmt: skip
+            retry_after=RETRY_SECONDS,
+            code="body_memory",
+        )
 
     def release(self, request: Request) -> None:
         """Give back the memory counted for a request's body, and count no more for it; a second call does nothing."""
@@ -253,13 +255,37 @@ def _packed_values(raw: Buffer, limit: int) -> int:
 
 
 _FIXED = {  # types of fixed length: bytes after the first
-    0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8,
-    0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4,
-}  # fmt: skip
+    0xCA: 4,
+    0xCB: 8,
+    0xCC: 1,
+    0xCD: 2,
+    0xCE: 4,
+    0xCF: 8,
+    0xD0: 1,
+    0xD1: 2,
+    0xD2: 4,
+    0xD3: 8,
+    0xD4: 2,
+    0xD5: 3,
+    0xD6: 5,
+    0xD7: 9,
+    0xD8: 17,
+    0xDC: 2,
+    0xDD: 4,
+    0xDE: 2,
+    0xDF: 4,
+}
 _COUNTED = {  # types with a length field: its bytes, and further bytes
-    0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xC7: (1, 1), 0xC8: (2, 1), 0xC9: (4, 1),
-    0xD9: (1, 0), 0xDA: (2, 0), 0xDB: (4, 0),
-}  # fmt: skip
+    0xC4: (1, 0),
+    0xC5: (2, 0),
+    0xC6: (4, 0),
+    0xC7: (1, 1),
+    0xC8: (2, 1),
+    0xC9: (4, 1),
+    0xD9: (1, 0),
+    0xDA: (2, 0),
+    0xDB: (4, 0),
+}
 
 
 def _entries(raw: Buffer, at: int, kind: int) -> int:

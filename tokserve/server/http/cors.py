@@ -20,7 +20,10 @@ def add_cors(app: FastAPI, cors: CorsConfig) -> None:
     added: the last one comes first."""
     if cors.allowed_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=cors.allowed_origins, allow_methods=cors.allowed_methods or [ANY],
-            allow_headers=cors.allowed_headers or [ANY], allow_credentials=cors.allow_credentials,
+            CORSMiddleware,
+            allow_origins=cors.allowed_origins,
+            allow_methods=cors.allowed_methods or [ANY],
+            allow_headers=cors.allowed_headers or [ANY],
+            allow_credentials=cors.allow_credentials,
             expose_headers=EXPOSED,
-        )  # fmt: skip
+        )

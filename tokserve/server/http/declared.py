@@ -17,8 +17,12 @@ from tokserve.protocol.params import Field, RequestOptions, SamplingParams, decl
 # a body names the adapter by `model`; what is in kv_transfer_params is checked by itself
 OPTIONS = tuple(field for field in declared(RequestOptions) if field.name not in ("adapter", "kv_transfer_params"))
 _JSON_SCHEMA = {
-    "ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "min_length": "min{}", "max_length": "max{}",
-}  # fmt: skip
+    "ge": "minimum",
+    "gt": "exclusiveMinimum",
+    "le": "maximum",
+    "min_length": "min{}",
+    "max_length": "max{}",
+}
 
 
 def struct(name: str, fields: Iterable[Field]) -> Any:

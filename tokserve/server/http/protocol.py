@@ -96,8 +96,9 @@ class Protocol(HttpToolsProtocol):
         self._stall_timer = None
         logger.warning(
             "a client did not read its reply for %g s (stream_stall_timeout): the connection from %s is closed",
-            self._stall_timeout, self.client and self.client[0],
-        )  # fmt: skip
+            self._stall_timeout,
+            self.client and self.client[0],
+        )
         if self.cycle is not None:
             self.cycle.scope[STALLED] = True  # type: ignore[literal-required]
         self.transport.abort()

@@ -328,7 +328,7 @@ def prompt_objects(
 
 def _scores(
     columns: Logprobs, prompt_ids: Sequence[int], places: range, top: int, texts: TokenTexts | None
-) -> list[dict[str, PromptLogprob] | None]:  # fmt: skip
+) -> list[dict[str, PromptLogprob] | None]:
     """The entries of the prompt's tokens at these places."""
     entries: list[dict[str, PromptLogprob] | None] = []
     for place, row in zip(places, rows(columns), strict=True):
@@ -400,9 +400,15 @@ class TextLogprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] = []
 
     def add(
-        self, columns: Logprobs | None, token_ids: Sequence[int], spelling: Spelling, offset: TextOffset, top: int,
-        *, is_last: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        columns: Logprobs | None,
+        token_ids: Sequence[int],
+        spelling: Spelling,
+        offset: TextOffset,
+        top: int,
+        *,
+        is_last: bool = False,
+    ) -> None:
         """Append tokens with their first `top` alternatives; without columns, tokens that have no logprobs.  `offset`:
         where in the choice's text they begin; it is advanced to their end.  `is_last`: the text ends with them.
 

@@ -14,9 +14,17 @@ TOKEN_BYTES = 16  # JSON of an id and its text
 
 
 def reply_bytes(
-    lengths: Sequence[int], params: SamplingParams, context: int, vocab_size: int, *,
-    stream: bool, score_each: bool, entry_bytes: int, max_mask: int = 0, routed_bytes: int = 0,
-) -> int:  # fmt: skip
+    lengths: Sequence[int],
+    params: SamplingParams,
+    context: int,
+    vocab_size: int,
+    *,
+    stream: bool,
+    score_each: bool,
+    entry_bytes: int,
+    max_mask: int = 0,
+    routed_bytes: int = 0,
+) -> int:
     """An upper estimate in bytes.  `lengths`: of the prompts, in tokens; `entry_bytes`: of a logprob in the reply's
     format; `max_mask`: most ids of a sampling mask, 0 if there are none; `routed_bytes`: of the routed experts of a
     position.  Of a stream only the prompts' logprobs and the routed experts count, which are sent at once."""
@@ -65,5 +73,6 @@ def check(size: int, limit: int, params: SamplingParams) -> None:
     raise RequestError(
         f"the reply may have {size >> 20} MiB, above the limit of {limit >> 20} (--max-reply-bytes): request fewer "
         "choices, tokens or logprobs, logprobs in columns, smaller sampling masks (top_k), or a stream",
-        field=at_fault[-1] if at_fault else "n", code="reply_too_large",
-    )  # fmt: skip
+        field=at_fault[-1] if at_fault else "n",
+        code="reply_too_large",
+    )

@@ -83,9 +83,14 @@ class ReplyRenderer(Renderer, Protocol):
 
 
 async def respond(
-    generation: Generation, request: Request, renderer: ReplyRenderer, headers: Mapping[str, str], *,
-    opening: Callable[[], bytes] = bytes, close: Close = final_events,
-) -> Response:  # fmt: skip
+    generation: Generation,
+    request: Request,
+    renderer: ReplyRenderer,
+    headers: Mapping[str, str],
+    *,
+    opening: Callable[[], bytes] = bytes,
+    close: Close = final_events,
+) -> Response:
     """The events of a stream (`opening`, `close`: see `EventStream`), or the reply with all choices; a large one is
     made in a thread, in parts, while it is sent.  `headers`: besides the request's id.  Raises as `collect`."""
     headers = {"X-Request-Id": generation.request_id, **headers}
@@ -157,9 +162,14 @@ class EventStream(Response):
     makes the last ones."""
 
     def __init__(
-        self, generation: Generation, renderer: Renderer, headers: Mapping[str, str], *, opening: bytes = b"",
+        self,
+        generation: Generation,
+        renderer: Renderer,
+        headers: Mapping[str, str],
+        *,
+        opening: bytes = b"",
         close: Close = final_events,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.background = None
         self.status_code = 200
         self._generation = generation

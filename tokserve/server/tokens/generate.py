@@ -174,10 +174,11 @@ class GenerateChunk(msgspec.Struct):
 
 
 _KNOWN = (  # names to suggest; dotted ones are where a field belongs that was given at the top
-    *GenerateBody.__struct_fields__, *StreamOptions.__struct_fields__,
+    *GenerateBody.__struct_fields__,
+    *StreamOptions.__struct_fields__,
     *(f"stream_options.{name}" for name in StreamOptions.__struct_fields__),
     *(f"{SAMPLING}{name}" for name in SamplingParams.__struct_fields__),
-)  # fmt: skip
+)
 _json_body = msgspec.json.Decoder(GenerateBody).decode
 _msgpack_body = msgspec.msgpack.Decoder(PackedGenerateBody).decode
 _json_params = msgspec.json.Decoder(SamplingParams).decode
@@ -317,9 +318,15 @@ class _Render:
     """Completions as this route's JSON."""
 
     def __init__(
-        self, serving: Serving, generation: Generation, body: AnyBody, params: SamplingParams, *, packed: bool,
+        self,
+        serving: Serving,
+        generation: Generation,
+        body: AnyBody,
+        params: SamplingParams,
+        *,
+        packed: bool,
         expands: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`expands`: the prompt is longer than the client's, which is told."""
         self._id = ID_PREFIX + generation.key
         self._serving = serving
@@ -351,13 +358,17 @@ class _Render:
 
     def _choice(self, c: ChoiceOutput, parts: DeferredParts | None = None) -> GenerateChoice:
         choice = GenerateChoice(
-            c.index, self._ids(c.token_ids), c.finish_reason, c.stop_reason,
+            c.index,
+            self._ids(c.token_ids),
+            c.finish_reason,
+            c.stop_reason,
             self._logprobs(c.logprobs or self._no_rows, c.token_ids, parts) if self._has_logprobs else None,
             UNSET if c.finish_reason is None else versions(c),
             prompt_versions(c) if len(c.prompt_weight_versions) > 1 else UNSET,
             UNSET if c.finish_reason is None else StopDetail(c.stop_detail, c.message),
-            c.text or "" if self._text else UNSET, routed_experts(c),
-        )  # fmt: skip
+            c.text or "" if self._text else UNSET,
+            routed_experts(c),
+        )
         if self._packed and c.routed_experts is not None:
             choice.routed_experts = npy(c.routed_experts)
         if self._has_masks:
@@ -397,13 +408,20 @@ class _Render:
             columns = next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None)
             scores = self._prompt_logprobs(columns, parts)
         return GenerateReply(
-            request_id=self._id, id=self._id, created=int(time.time()), model=self._model,
-            choices=[self._choice(c, parts) for c in completions], usage=generation.usage(), prompt_logprobs=scores,
-            seed=generation.seed, prompt_token_ids=self._ids(generation.prompt_ids()) if self._echo else UNSET,
-            mm_placeholders=self._places, kv_transfer_params=generation.kv_transfer_params,
+            request_id=self._id,
+            id=self._id,
+            created=int(time.time()),
+            model=self._model,
+            choices=[self._choice(c, parts) for c in completions],
+            usage=generation.usage(),
+            prompt_logprobs=scores,
+            seed=generation.seed,
+            prompt_token_ids=self._ids(generation.prompt_ids()) if self._echo else UNSET,
+            mm_placeholders=self._places,
+            kv_transfer_params=generation.kv_transfer_params,
             exact=bool(self._serving.llm.ready.facts.get("exact", True)),
             metrics=generation.metrics(sources=True),
-        )  # fmt: skip
+        )
 
     def delta(self, delta: ChoiceOutput) -> bytes:
         if self._first or self._continuous or self._scores_due or delta.finish_reason is not None:

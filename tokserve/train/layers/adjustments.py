@@ -25,14 +25,20 @@ MAX_LOGIT = float(np.finfo(np.float32).max)
 MAX_PLAIN_BIAS, MAX_PLAIN_REPETITION = 2.0**8, 2.0**4
 # what restricts a draw; its effect is in the mask, which is then needed
 RESTRICTIONS = (
-    "top_k", "top_p", "min_p", "min_tokens", "allowed_token_ids", "bad_token_ids", "bad_token_sequences", "bad_words",
-    "no_repeat_ngram_size", "structured_outputs",
-)  # fmt: skip
+    "top_k",
+    "top_p",
+    "min_p",
+    "min_tokens",
+    "allowed_token_ids",
+    "bad_token_ids",
+    "bad_token_sequences",
+    "bad_words",
+    "no_repeat_ngram_size",
+    "structured_outputs",
+)
 
 
-OF_LOGITS = (
-    "temperature", "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty", *RESTRICTIONS
-)  # fmt: skip
+OF_LOGITS = ("temperature", "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty", *RESTRICTIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +93,13 @@ def adjustment_of(
     plain = 1 / MAX_PLAIN_REPETITION <= checked.repetition_penalty <= MAX_PLAIN_REPETITION
     values = np.clip(np.array(list(bias.values()), np.float64), -MAX_LOGIT, MAX_LOGIT).astype(np.float32)
     return Adjustment(
-        np.array(list(bias), np.int64), values, checked.presence_penalty, checked.frequency_penalty, repetition,
+        np.array(list(bias), np.int64),
+        values,
+        checked.presence_penalty,
+        checked.frequency_penalty,
+        repetition,
         biased or not plain,
-    )  # fmt: skip
+    )
 
 
 def _of_logits(where: str, params: Mapping[str, Any] | SamplingParams) -> dict[str, Any]:
@@ -131,9 +141,10 @@ def adjust(logits: Tensor, rows: Sequence[AdjustedRow | None]) -> tuple[Tensor, 
         penalties = (adjustment.presence, adjustment.frequency, adjustment.repetition)
         if penalties != (0.0, 0.0, 1.0):
             columns = (torch.tensor([value], dtype=torch.float32, device=logits.device) for value in penalties)
-            lens = (torch.tensor([size], dtype=torch.int32, device=logits.device) for size in (
-                row.prompt_len, len(row.history)
-            ))  # fmt: skip
+            lens = (
+                torch.tensor([size], dtype=torch.int32, device=logits.device)
+                for size in (row.prompt_len, len(row.history))
+            )
             part = logits[number : number + 1]
             penalized = ops.penalize(part, _tensor(row.history[None], logits), *lens, *columns)
             part.copy_(penalized.clamp(-MAX_LOGIT, MAX_LOGIT) if adjustment.extreme else penalized)

@@ -109,9 +109,15 @@ class _Choose(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, shared_gate: Tensor | None,
-        frame: tuple[Experts, Products, tuple[str, ...]], *masters: Tensor,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        shared: Tensor | None,
+        shared_gate: Tensor | None,
+        frame: tuple[Experts, Products, tuple[str, ...]],
+        *masters: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(x, ids, weights, shared, shared_gate, *masters)
         ctx.frame = frame
         return frame[0](x, ids, weights, shared, shared_gate)

@@ -18,16 +18,26 @@ from tokserve.models.formats import FLOAT8_DTYPES, FLOATS, Described, Grouped, P
 
 SCALES = ("_scale_inv", "_scale")  # what follows a weight's name in that of its scale; both are multiplied by
 UNUSED = (  # of activations, all but those of `CACHE_SCALES`
-    ".input_scale", ".activation_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale",
-)  # fmt: skip
+    ".input_scale",
+    ".activation_scale",
+    ".output_scale",
+    ".q_scale",
+    ".k_scale",
+    ".v_scale",
+)
 CACHE_SCALES = {  # a float8 cache's, as tools call them after a layer's name -> of keys (k), of values (v) or of both
-    ".self_attn.k_scale": "k", ".self_attn.v_scale": "v",  # compressed-tensors, AutoFP8
+    ".self_attn.k_scale": "k",
+    ".self_attn.v_scale": "v",  # compressed-tensors, AutoFP8
     ".self_attn.kv_scale": "kv",  # AutoFP8 at first
-    ".self_attn.k_proj.output_scale": "k", ".self_attn.v_proj.output_scale": "v",  # Quark, compressed-tensors at first
-    ".self_attn.k_proj.k_scale": "k", ".self_attn.v_proj.v_scale": "v",  # ModelOpt
-    ".self_attn.qkv_proj.k_scale": "k", ".self_attn.qkv_proj.v_scale": "v",
-    ".self_attn.attn.k_scale": "k", ".self_attn.attn.v_scale": "v",
-}  # fmt: skip
+    ".self_attn.k_proj.output_scale": "k",
+    ".self_attn.v_proj.output_scale": "v",  # Quark, compressed-tensors at first
+    ".self_attn.k_proj.k_scale": "k",
+    ".self_attn.v_proj.v_scale": "v",  # ModelOpt
+    ".self_attn.qkv_proj.k_scale": "k",
+    ".self_attn.qkv_proj.v_scale": "v",
+    ".self_attn.attn.k_scale": "k",
+    ".self_attn.attn.v_scale": "v",
+}
 VALUES, SCALE = "values", "scales"  # roles
 FORMATS = ("float-quantized", "naive-quantized")
 STRATEGIES = ("tensor", "channel", "block")

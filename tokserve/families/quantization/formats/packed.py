@@ -28,10 +28,14 @@ ENDINGS: dict[str, dict[str, str]] = {  # what follows the name of a module -> r
     "gptq": {".qweight": CODES, ".qzeros": ZEROS, ".scales": SCALES, ".g_idx": ORDER},
     "awq": {".qweight": CODES, ".qzeros": ZEROS, ".scales": SCALES},
     "compressed-tensors": {
-        ".weight_packed": CODES, ".weight": CODES, ".weight_scale": SCALES, ".weight_zero_point": ZEROS,
-        ".weight_g_idx": ORDER, ".weight_shape": SHAPE,
+        ".weight_packed": CODES,
+        ".weight": CODES,
+        ".weight_scale": SCALES,
+        ".weight_zero_point": ZEROS,
+        ".weight_g_idx": ORDER,
+        ".weight_shape": SHAPE,
     },
-}  # fmt: skip
+}
 UNUSED = (".input_scale", ".input_zero_point", ".output_scale", ".input_global_scale")  # of activations
 
 
@@ -110,12 +114,19 @@ class PackedFormat:
             codes = codes ^ 128  # to the bits of int8
         if isinstance(arranged, Tensor):
             codes = codes[:, arranged.long()]
-        return QuantizedWeight((
-            QuantizedRows(
-                codes.contiguous(), SIGNED if bits == 4 else None, group, scales, mins=mins, sub_mins=sub_mins,
-                order=arranged.int() if isinstance(arranged, Tensor) else None,
-            ),
-        ))  # fmt: skip
+        return QuantizedWeight(
+            (
+                QuantizedRows(
+                    codes.contiguous(),
+                    SIGNED if bits == 4 else None,
+                    group,
+                    scales,
+                    mins=mins,
+                    sub_mins=sub_mins,
+                    order=arranged.int() if isinstance(arranged, Tensor) else None,
+                ),
+            )
+        )
 
     def _codes(self, words: Tensor, bits: int, rows: int, columns: int) -> Tensor:
         """[N,K] uint8, of which the middle of the range is zero where there are no zero points."""

@@ -107,9 +107,10 @@ class Fetcher:
             raise invalid(field, "must not hold a user or a password")
         if not self._hosts.allows(target.scheme, host, target.port or USUAL_PORTS[target.scheme]):
             raise invalid(
-                field, f"names the host {target.netloc.decode('ascii')[:200]!r}, which --allowed-media-domains does "
-                "not name", code="media_not_allowed",
-            )  # fmt: skip
+                field,
+                f"names the host {target.netloc.decode('ascii')[:200]!r}, which --allowed-media-domains does not name",
+                code="media_not_allowed",
+            )
         return target
 
     async def _fetch(self, target: httpx.URL, field: str, count: Count) -> bytes:

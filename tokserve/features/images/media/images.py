@@ -49,17 +49,27 @@ class ImageReader:
         self.max_images = media.max_images()
         self.sources = ImageSources(media)
         settings = WorkerSettings(
-            media.max_image_pixels, kind.size, kind.temporal, kind.merge, kind.side * kind.size,
+            media.max_image_pixels,
+            kind.size,
+            kind.temporal,
+            kind.merge,
+            kind.side * kind.size,
             dict(media.mm_processor_kwargs or {}),
-        )  # fmt: skip
+        )
         command = [
-            sys.executable, "-P", "-m", "tokserve.features.images.media.worker", config.model.model,
+            sys.executable,
+            "-P",
+            "-m",
+            "tokserve.features.images.media.worker",
+            config.model.model,
             msgspec.json.encode(settings).decode(),
-        ]  # fmt: skip
+        ]
         self.pool = WorkerPool(
-            command, workers=media.mm_processor_workers, seconds=media.mm_processor_timeout,
+            command,
+            workers=media.mm_processor_workers,
+            seconds=media.mm_processor_timeout,
             cache_bytes=media.mm_processor_cache_bytes,
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         self.sources.close()
@@ -125,6 +135,4 @@ def with_images(ids: Sequence[int], images: Sequence[PreparedImage], token_id: i
 def refuse_images(images: Sequence[ImageUrl]) -> None:
     """Raise RequestError if there are any: the model reads none."""
     if images:
-        raise RequestError(
-            f"{images[0].field}: this model takes no images", field=images[0].field, code="unsupported"
-        )  # fmt: skip
+        raise RequestError(f"{images[0].field}: this model takes no images", field=images[0].field, code="unsupported")

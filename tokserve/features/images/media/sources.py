@@ -77,9 +77,11 @@ class RequestBytes:
             if not self._count.add(size):
                 self._everything.subtract(size)
                 raise invalid(
-                    field, f"is one image too many: those of a request have at most {self._count.limit} bytes "
-                    "(--max-media-bytes)", code="image_too_large",
-                )  # fmt: skip
+                    field,
+                    f"is one image too many: those of a request have at most {self._count.limit} bytes "
+                    "(--max-media-bytes)",
+                    code="image_too_large",
+                )
 
     def close(self) -> None:
         """The images are not in memory any more; nothing is counted from here on."""
@@ -100,9 +102,10 @@ class ImageBytes:
         """Raise RequestError if an image may not have `size` bytes."""
         if size > self._request.per_image:
             raise invalid(
-                self.field, f"must be an image of at most {self._request.per_image} bytes (--max-image-bytes)",
+                self.field,
+                f"must be an image of at most {self._request.per_image} bytes (--max-image-bytes)",
                 code="image_too_large",
-            )  # fmt: skip
+            )
 
     def count(self, size: int) -> None:
         self._size += size
@@ -157,9 +160,10 @@ class ImageSources:
             raise invalid(field, "must be an http, https, data or file URL")
         if self._fetcher is None:
             raise invalid(
-                field, "must be a data: URL: this server fetches no images (--allowed-media-domains)",
+                field,
+                "must be a data: URL: this server fetches no images (--allowed-media-domains)",
                 code="media_not_allowed",
-            )  # fmt: skip
+            )
         async with at_once:
             return await self._fetcher.fetch(url, field, size.count)
 

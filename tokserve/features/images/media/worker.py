@@ -89,8 +89,9 @@ class Preprocessor:
         if width * height > self._settings.max_pixels:
             raise UnreadableImage(
                 f"must be an image of at most {self._settings.max_pixels} pixels (--max-image-pixels), and it has "
-                f"{width} x {height}", "image_too_large",
-            )  # fmt: skip
+                f"{width} x {height}",
+                "image_too_large",
+            )
         if min(width, height) < 1 or max(width, height) > MOST_RATIO * min(width, height):
             raise UnreadableImage(
                 f"must have sides of a ratio of at most {MOST_RATIO}, and they are {width} x {height}"

@@ -25,9 +25,13 @@ class Worker:
     def __init__(self, command: Sequence[str]) -> None:
         """Raises BrokenFrame, TimeoutError or OSError."""
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0, bufsize=0,
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            process_group=0,
+            bufsize=0,
             env={"OPENBLAS_NUM_THREADS": "1", **os.environ},  # numpy's threads spin at the start, and have no use
-        )  # fmt: skip
+        )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
         for descriptor in (self._to, self._from):

@@ -140,9 +140,10 @@ def _prompts(serving: Serving, body: CohereBody, texts: list[str]) -> list[list[
         if len(ids) > limit and body.truncate == "NONE":
             field = f"{name}[{index}]"
             raise RequestError(
-                f"{field} has {len(ids)} tokens, and at most {limit} are embedded (truncate is NONE)", field=field,
+                f"{field} has {len(ids)} tokens, and at most {limit} are embedded (truncate is NONE)",
+                field=field,
                 code="context_length_exceeded",
-            )  # fmt: skip
+            )
         side: Side = "left" if body.truncate == "START" else "right"
         prompts.append(cut(ids, limit, side, serving.tokenizer.frame)[0])
     return prompts

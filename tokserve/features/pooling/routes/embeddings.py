@@ -142,10 +142,16 @@ def _packed(
     if encoding == "bytes":
         (name, created, model_name), ends = about, np.cumsum([row.nbytes for row in rows]).tolist()
         places = [
-            {"index": i, "embed_dtype": "float32", "endianness": "little", "start": end - row.nbytes, "end": end,
-             "shape": list(row.shape)}
+            {
+                "index": i,
+                "embed_dtype": "float32",
+                "endianness": "little",
+                "start": end - row.nbytes,
+                "end": end,
+                "shape": list(row.shape),
+            }
             for i, (row, end) in enumerate(zip(rows, ends, strict=True))
-        ]  # fmt: skip
+        ]
         rest = {"id": name, "created": created, "model": model_name, "data": places, "usage": pooled.usage}
         headers = headers | {"metadata": msgspec.json.encode(rest).decode()}
     content = b"".join(row.astype("<f4").tobytes() for row in rows)

@@ -144,10 +144,13 @@ def _conversations(serving: Serving, body: InputBody, messages: list[Any]) -> li
         serving.check_messages(one, field)
         try:
             ids = serving.template.render(
-                one, add_generation_prompt=bool(body.add_generation_prompt),
-                continue_final_message=bool(body.continue_final_message), kwargs=body.chat_template_kwargs,
-                context=serving.llm.ready.max_model_len, min_bytes=_min_bytes(body),
-            )  # fmt: skip
+                one,
+                add_generation_prompt=bool(body.add_generation_prompt),
+                continue_final_message=bool(body.continue_final_message),
+                kwargs=body.chat_template_kwargs,
+                context=serving.llm.ready.max_model_len,
+                min_bytes=_min_bytes(body),
+            )
         except RequestError as error:
             if error.field is not None and error.field.startswith("messages"):
                 renamed(error, field + error.field.removeprefix("messages"))
@@ -182,9 +185,10 @@ def check_reply(serving: Serving, size: int, field: str, advice: str) -> None:
     limit = serving.config.limits.max_reply_bytes
     if size > limit:
         raise RequestError(
-            f"the reply may have {size >> 20} MiB, above the limit of {limit >> 20} (--max-reply-bytes): send "
-            f"{advice}", field=field, code="reply_too_large",
-        )  # fmt: skip
+            f"the reply may have {size >> 20} MiB, above the limit of {limit >> 20} (--max-reply-bytes): send {advice}",
+            field=field,
+            code="reply_too_large",
+        )
 
 
 def encoded(vector: NDArray[np.float32], encoding: str) -> Any:
@@ -195,9 +199,14 @@ def encoded(vector: NDArray[np.float32], encoding: str) -> Any:
 
 
 async def pool(
-    serving: Serving, request: Request, body: PoolingBody, params: PoolingParams, prompts: Prompts,
-    fields: FieldPaths, ignored: list[str],
-) -> PooledPrompts:  # fmt: skip
+    serving: Serving,
+    request: Request,
+    body: PoolingBody,
+    params: PoolingParams,
+    prompts: Prompts,
+    fields: FieldPaths,
+    ignored: list[str],
+) -> PooledPrompts:
     """A vector for each prompt, all of one version of the weights; all of them, or RequestError."""
     generate = serving.request_of(request, body, params, text=False)
     headers = {"X-Request-Id": generate.request_id, **schemas.ignored_header(ignored)}
@@ -214,9 +223,12 @@ async def pool(
             if len(versions) == 1:
                 tokens = generation.usage().prompt_tokens
                 return PooledPrompts(
-                    generation.key, [choice.pooled for choice in choices], PoolingUsage(tokens, tokens), headers,
+                    generation.key,
+                    [choice.pooled for choice in choices],
+                    PoolingUsage(tokens, tokens),
+                    headers,
                     versions.pop(),
-                )  # fmt: skip
+                )
         finally:
             await generation.close()
     raise Overloaded(f"the weights changed in each of {MAX_TRIES} tries to pool these inputs", code="weights_changed")

@@ -135,8 +135,9 @@ class _Prompts:
         if self._body.instruction is not None:
             raise RequestError(
                 "instruction needs a cross-encoder: write it into the queries",
-                field="instruction", code=inputs.UNSUPPORTED,
-            )  # fmt: skip
+                field="instruction",
+                code=inputs.UNSUPPORTED,
+            )
         prompts, paths = [], []
         for side, entries in ((0, self._sides.first), (1, self._sides.second)):
             for index in range(len(entries)):
@@ -175,7 +176,9 @@ class _Prompts:
         if len(ids) > self._context:
             raise RequestError(
                 f"This model's maximum context length is {self._context} tokens (max_model_len), and {path} makes a "
-                f"prompt of {len(ids)}", field=path, code="context_length_exceeded",
-            )  # fmt: skip
+                f"prompt of {len(ids)}",
+                field=path,
+                code="context_length_exceeded",
+            )
         prompt = token_prompt(ids, self._serving.llm.ready.vocab_size)
         return prompt if start < 0 else msgspec.structs.replace(prompt, second=start)
