@@ -121,8 +121,8 @@ def http_server(llm: AsyncLLM, config: Config, api_process: ApiProcess | None) -
         timeout_graceful_shutdown=5,
         backlog=BACKLOG,
         server_header=False,
-        http=partial(Protocol, stall_timeout=s.stream_stall_timeout),
-        ws="none",  # type: ignore[arg-type]  # a factory
+        http=partial(Protocol, stall_timeout=s.stream_stall_timeout),  # type: ignore[arg-type]  # a factory
+        ws="none",
     )
     try:
         settings.load()
