@@ -45,7 +45,7 @@ def prompt_rate(llm: LLM) -> float:
 def memory() -> list[float]:
     """MB of each process that holds a model, the largest first."""
     processes = psutil.Process().children(recursive=True)
-    models = [one for one in processes if "executor.worker" in " ".join(one.cmdline())] or processes
+    models = [one for one in processes if "features.ranks.worker" in " ".join(one.cmdline())] or processes
     return sorted((round(one.memory_full_info().pss / 1e6, 1) for one in models), reverse=True)
 
 

@@ -29,7 +29,7 @@ from tokserve.features.fleet.router import PrefixRouter
 
 BLOCK = 16  # tokens
 TRACE_BLOCK = 512  # tokens that one of a trace's hash ids stands for
-SLACK = 4096  # tokens, as `client/replicas` has it by default
+SLACK = 4096  # tokens, as `features/fleet/replicas` has it by default
 POLICIES = ("round_robin", "least_load", "prefix")
 
 

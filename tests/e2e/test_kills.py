@@ -31,7 +31,7 @@ KINDS = {
 MODULES = {
     "API process": "tokserve.features.fleet.api_server",
     "engine": "tokserve.engine.process",
-    "rank": "executor.worker",
+    "rank": "features.ranks.worker",
 }
 LOST = {"engine_dead", "engine_restarting", "draining"}  # codes of a 503
 pytestmark = pytest.mark.slow

@@ -208,6 +208,22 @@ def test_an_adapter_whose_files_have_changed_does_not_come_back_as_another() -> 
     engine.check_empty()
 
 
+@DEPTHS
+def test_an_adapter_that_cannot_come_back_ends_its_request_and_nothing_else(depth: int) -> None:
+    """Nothing else runs meanwhile."""
+    engine = make(max_loras=1, depth=depth)
+    for name in ("a", "b"):
+        load(engine, name, f"/{name}")
+    engine.core.adapters._by_name["a"].path = "/changed"
+    engine.add("r", PROMPT, adapter="a", max_tokens=4)
+    engine.run()
+    assert "have changed" in (engine.finish("r").message or "")
+    engine.add("s", PROMPT, adapter="b", max_tokens=4)
+    engine.run()
+    engine.check_complete("s")
+    engine.check_empty()
+
+
 def test_requests_that_wait_for_an_adapter_can_be_aborted() -> None:
     engine = make(max_loras=1)
     for name in ("a", "b"):

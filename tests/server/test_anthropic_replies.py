@@ -202,7 +202,7 @@ def test_arguments_of_a_call_that_was_cut_off_are_the_complete_ones() -> None:
     assert call["type"] == "tool_use" and call["input"] == {"days": 3}
     events = streamed(s, tools=TOOLS, max_tokens=len(begun))
     parts = [event["delta"]["partial_json"] for event in events if event["type"] == "content_block_delta"]
-    assert "".join(parts) == '{"days": 3, "city": "O'
+    assert "".join(parts) == '{"days":3}'
 
 
 def test_usage_counts_cached_tokens_separately() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.text.test_parsing import FORMATS, THOUGHTS, Said, add, call, content
 from tokserve.features.chat import parameters
+from tokserve.features.chat.json_scanner import complete_members
 from tokserve.features.chat.output_format import AnswerStart, OutputFormat
 from tokserve.features.chat.parsing import Parser
 
@@ -366,3 +367,28 @@ def test_slips_are_read_in_linear_time(form: str, piece: str, thinking: str | No
     for whole_calls in (False, True):
         pieces, _ = parse(form, text, thinking=thinking, whole_calls=whole_calls)
         assert pieces
+
+
+@pytest.mark.parametrize(
+    ("text", "members"),
+    [
+        ('{"n": 1', {}),
+        ('{"n": 1, "m": 2', {"n": 1}),
+        ('{"n": 1,', {"n": 1}),
+        ('{"a": "x"', {"a": "x"}),
+        ('{"a": "x", "b', {"a": "x"}),
+        ('{"a": "x", "b"', {"a": "x"}),
+        ('{"a": "x", "b": "y', {"a": "x"}),
+        ('{"l": ["x", "y', {}),
+        ('{"l": ["x", "y"', {}),
+        ('{"l": ["x", "y"]', {"l": ["x", "y"]}),
+        ('{"o": {"a": 1, "b": "q', {}),
+        ('{"a": true', {"a": True}),
+        ('{"a": tru', {}),
+        ('{"a": "x,{", "b": [1', {"a": "x,{"}),
+        ("{", {}),
+        ("", {}),
+    ],
+)
+def test_of_arguments_that_are_cut_off_the_complete_members_stay(text: str, members: dict[str, object]) -> None:
+    assert complete_members(text) == members

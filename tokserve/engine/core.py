@@ -159,7 +159,7 @@ class EngineCore:
         if in_flight:
             self._collect()
             return True
-        if self._admission.busy or self._leaving:
+        if self._admission.busy or self._leaving or self.adapters.slots.failed:
             return True
         if self.scheduler.num_waiting and not self._may_wait:
             raise RuntimeError(f"{self.scheduler.num_waiting} requests wait, but nothing runs: a bug of the scheduler")

@@ -1,7 +1,7 @@
 """How a layer's weights are divided among the ranks that share a model, and what the ranks do together.
 
 Ranks add what each has computed in the order of their numbers: the bits depend on how many there are, and on nothing
-else.  This file knows no transport; `runner/collectives` does.
+else.  This file knows no transport; `features/ranks/collectives` does.
 """
 
 from __future__ import annotations

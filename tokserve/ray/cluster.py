@@ -1,5 +1,5 @@
 """Joins this process to a Ray cluster.  The only files that import ray are this one, `tokserve.ray`,
-`client/ray_engines` and `executor/ray_ranks`."""
+`ray/ray_engines` and `ray/ray_ranks`."""
 
 from __future__ import annotations
 

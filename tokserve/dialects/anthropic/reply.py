@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
-from pydantic_core import from_json
 
 from tokserve.base.errors import RequestError
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.dialects.anthropic import error_shape
 from tokserve.dialects.openai import tools
 from tokserve.dialects.openai.chat import ChatCall
+from tokserve.features.chat.json_scanner import complete_members
 from tokserve.features.chat.output_format import OutputFormat
 from tokserve.features.chat.parsing import Parser
 from tokserve.features.speculation.draft_metrics import ReplyMetrics
@@ -104,7 +104,7 @@ class _OpenBlock:
                 case ThinkingBlock():
                     self._delta("thinking_delta", "thinking", text)
                 case ToolUseBlock():
-                    self._delta("input_json_delta", "partial_json", text)
+                    pass  # until the end says whether it is complete
 
     def close(self, *, complete: bool = True) -> None:
         """Complete the block.  `complete`: so is the call that it has."""
@@ -116,20 +116,14 @@ class _OpenBlock:
                 block.thinking, block.signature = text, hashlib.sha256(text.encode()).hexdigest()
                 self._delta("signature_delta", "signature", block.signature)
             case ToolUseBlock():
-                block.input = Raw(text.encode()) if complete else _arguments(text)
+                if not complete:
+                    text = msgspec.json.encode(complete_members(text)).decode()
+                block.input = Raw(text.encode())
+                self._delta("input_json_delta", "partial_json", text)
         self._emit("content_block_stop", {"index": self._index})
 
     def _delta(self, kind: str, name: str, text: str) -> None:
         self._emit("content_block_delta", {"index": self._index, "delta": {"type": kind, name: text}})
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """The complete arguments of a call that was cut off, as in the stream helper of Anthropic's SDK."""
-    try:
-        value = from_json(text or "{}", allow_partial=True, allow_inf_nan=False)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 class OutputBlocks:

@@ -11,6 +11,7 @@ import json
 import math
 import re
 from enum import Enum
+from typing import Any
 
 MAX_DEPTH = 256
 MAX_DIGITS = 4096  # characters of a number; Python reads integers of at most 4300 digits
@@ -26,6 +27,7 @@ _ATOM = re.compile(r"[-+.0-9a-zA-Z]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WORDS = ("true", "false", "null")
 _CLOSES = {"{": "}", "[": "]"}
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"?|[{}\[\],]', re.DOTALL)  # a string, perhaps open, or a bracket or comma
 
 
 class Scan(Enum):
@@ -157,3 +159,26 @@ def object_of(text: str) -> str | None:
     scanner = JsonScanner()
     end, json_text = scanner.read(text, begin)
     return json_text if scanner.state is Scan.WHOLE and not text[end:].strip() else None
+
+
+def complete_members(text: str) -> dict[str, Any]:
+    """The members of an object whose text was cut off, without the last one unless its value cannot go on: a number may
+    have more digits, and what an open string, list or object has so far is not its value."""
+    depth, ends = 0, [0]  # where a member is complete
+    for match in _TOKEN.finditer(text):
+        token = match[0]
+        if token in ("{", "["):
+            depth += 1
+        elif token in ("}", "]"):
+            depth -= 1
+        elif token == "," and depth == 1:
+            ends.append(match.start())
+    whole = text.rstrip()
+    if whole.endswith(('"', "}", "]", *_WORDS)):
+        ends.append(len(whole))
+    for end in ends[:-3:-1]:
+        try:
+            return dict(json.loads(text[:end] + "}"))
+        except ValueError:  # a key without a value, or an open string
+            continue
+    return {}

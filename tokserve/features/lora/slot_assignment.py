@@ -67,8 +67,8 @@ class AdapterSlots:
 
     @property
     def busy(self) -> bool:
-        """Whether requests wait for their adapter."""
-        return bool(self._wanted)
+        """Whether requests wait for their adapter, or must be ended without it."""
+        return bool(self._wanted or self.failed)
 
     def due(self) -> Command | None:
         """The command that brings back the adapters that requests wait for, unless it runs already."""

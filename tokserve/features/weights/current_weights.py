@@ -15,7 +15,7 @@ from tokserve.features.weights.update import Origin, VersionHistory
 
 
 class CurrentWeights:
-    """What `admin/weights` changes, and others read."""
+    """What `features/weights/commands` changes, and others read."""
 
     def __init__(self, scheduler: Scheduler, cache: PrefixCache, executor: Executor, version: str) -> None:
         self._scheduler = scheduler
