@@ -1,7 +1,7 @@
 """The plan for a chat with tools: the grammar that constrains its output, and the format in which it is parsed.
 
-Follows from the body's tools and tool_choice and the server's options.  The formats are in `features.chat.tool_formats`, the
-grammars of calls in `features.chat.tool_grammars`.
+Follows from the body's tools and tool_choice and the server's options.  The formats are in
+`features.chat.tool_formats`, the grammars of calls in `features.chat.tool_grammars`.
 """
 
 from __future__ import annotations

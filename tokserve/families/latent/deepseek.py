@@ -1,4 +1,4 @@
-"""Families with latent attention (families/latent/layers.py): DeepSeek V2 and V3, GLM-4.7 Flash, and two without experts."""
+"""Families with latent attention (`layers`): DeepSeek V2 and V3, GLM-4.7 Flash, and two without experts."""
 
 from __future__ import annotations
 

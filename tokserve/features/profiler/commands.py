@@ -1,6 +1,6 @@
 """Profiles: the commands start_profile and stop_profile, and the engine's spans, of its loop, steps and requests.
 
-The runner has torch's profiler and the ops' spans, and writes the file (`features/profiler/recorder`).  A profile is bounded: it
+The runner has torch's profiler and the ops' spans, and writes the file (`recorder`).  A profile is bounded: it
 ends by itself, and its result is kept for the next stop_profile.
 
     off --start--> delayed --its steps--> starting --> recording --stop, or a limit--> writing --> off
