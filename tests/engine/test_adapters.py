@@ -210,7 +210,6 @@ def test_an_adapter_whose_files_have_changed_does_not_come_back_as_another() -> 
 
 @DEPTHS
 def test_an_adapter_that_cannot_come_back_ends_its_request_and_nothing_else(depth: int) -> None:
-    """Nothing else runs meanwhile."""
     engine = make(max_loras=1, depth=depth)
     for name in ("a", "b"):
         load(engine, name, f"/{name}")
