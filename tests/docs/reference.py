@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 from pydantic import BaseModel
 
+from tests.route_table import ENDPOINTS
 from tokserve.cli.options import add_flags
 from tokserve.dialects.sglang.routes import ENDPOINTS as SGLANG
-from tokserve.server.app import ENDPOINTS
 from tokserve.server.endpoint import Endpoint
 
 DOCS = Path(__file__).parents[2] / "docs"

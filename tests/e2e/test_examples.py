@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.server import Served, Server
+from tests.route_table import ENDPOINTS
 from tests.threads import ServerThread
 from tokserve import SamplingParams
 from tokserve.dialects.openai.schemas import ChatBody, CompletionBody
-from tokserve.server.app import ENDPOINTS
 from tokserve.server.tokens.generate import GenerateBody
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -7,8 +7,8 @@ import httpx
 import msgspec
 
 from tests.e2e.server import Server
+from tests.route_table import CONTROL
 from tests.server.test_refusals import error_of, garbage, is_json, may_succeed
-from tokserve.server.app import CONTROL
 
 FIXED = {"temperature": 1.0, "seed": 5, "max_tokens": 40, "ignore_eos": True, "logprobs": 3, "prompt_logprobs": 1}
 BODIES = 300

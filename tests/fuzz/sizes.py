@@ -15,10 +15,10 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_
 import msgspec
 from pydantic import BaseModel
 
+from tests.route_table import ENDPOINTS
 from tokserve.dialects.sglang.generate import SglangGenerateBody
 from tokserve.dialects.sglang.sampling import SglangSamplingParams
 from tokserve.protocol.params import SamplingParams, StructuredOutputs
-from tokserve.server.app import ENDPOINTS
 from tokserve.server.compat import SGLANG
 from tokserve.server.endpoint import Endpoint
 from tokserve.server.tokens.generate import GenerateBody

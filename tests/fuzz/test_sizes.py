@@ -9,8 +9,8 @@ import pytest
 from tests.e2e.server import Server
 from tests.fuzz.sizes import DEPTHS, SIZES, Case, cases, deep_cases
 from tests.hostile.attack import MIB, Scene, post
+from tests.route_table import ENDPOINTS
 from tokserve.dialects.sglang.routes import ENDPOINTS as SGLANG
-from tokserve.server.app import ENDPOINTS
 from tokserve.server.endpoint import Endpoint
 
 

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.replies import good
+from tests.route_table import CONTROL
 from tests.server.scripted_llm import complete
 from tests.server.site import Site, command_site
 from tokserve.base.errors import BY_STATUS, Conflict, RequestError
@@ -16,7 +17,6 @@ from tokserve.dialects.trainers import routes as trainers
 from tokserve.features.weights.weight_routes import PIECE
 from tokserve.protocol.messages import Status
 from tokserve.protocol.prompt import pack_ids
-from tokserve.server.app import CONTROL
 
 UPDATE = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}
 ROUTES: list[tuple[str, dict[str, Any] | None, str, dict[str, Any]]] = [
@@ -159,7 +159,7 @@ def test_values_of_a_body_are_not_converted(path: str, name: str, value: Any) ->
 
 def test_the_table_has_every_control_route() -> None:
     reading = {"/inference/v1/requests"}  # changes nothing, and is guarded like those that do
-    of_trainers = {path for path, *_ in trainers.ROUTES}  # test_trainers.py
+    of_trainers = {endpoint.path for endpoint in trainers.ENDPOINTS if endpoint.control}  # test_trainers.py
     assert {path.partition("?")[0] for path, *_ in ROUTES} | reading | of_trainers == CONTROL
 
 
@@ -372,7 +372,7 @@ def test_an_unknown_route_is_refused_with_the_nearest_one(path: str, nearest: st
 
 def test_a_route_of_sglang_is_refused_with_its_option() -> None:
     message = command_site().post("/generate", {}).json()["error"]["message"]
-    assert message == "there is no route /generate; SGLang's routes need --sglang-api"
+    assert message == "there is no route /generate; it needs --sglang-api"
 
 
 # --- who may call ---

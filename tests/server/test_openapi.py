@@ -8,10 +8,10 @@ import pytest
 from tests.server.site import Site, site
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.protocol.params import SamplingParams
-from tokserve.server.app import endpoints
 from tokserve.server.descriptions import EXAMPLES, FIELDS, STATUSES, TAGS
 from tokserve.server.http.auth import PUBLIC
 from tokserve.server.openapi import NUMBERS
+from tokserve.server.routes import endpoints
 
 GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
 RESPONSES = "/v1/responses"

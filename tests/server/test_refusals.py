@@ -10,11 +10,11 @@ import httpx
 import msgspec
 import pytest
 
+from tests.route_table import CONTROL
 from tests.server.byte_tokenizer import VOCAB
 from tests.server.site import Caller, Site, site
 from tokserve.base.errors import Conflict, QueueFull
 from tokserve.protocol.params import SamplingParams
-from tokserve.server.app import CONTROL
 from tokserve.server.tokens.generate import GenerateBody
 
 GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"

@@ -14,7 +14,7 @@ from tokserve.base.errors import Conflict, RequestError, StartError
 from tokserve.client.outputs import StepStats
 from tokserve.dialects.sglang.routes import ENDPOINTS
 from tokserve.protocol.messages import LoadedAdapter, Status
-from tokserve.server.app import endpoints
+from tokserve.server.routes import endpoints
 
 GROUP = {"master_address": "h", "master_port": "29500", "rank_offset": 1, "world_size": 2, "backend": "gloo"}
 JOINED = {

@@ -125,8 +125,7 @@ def _unwrap(hint: Any) -> tuple[Any, str, bool]:
 
 
 def _default(name: str) -> Any:
-    config = options.Config()
-    return next(getattr(getattr(config, group), field) for group, field, _ in options.fields() if field == name)
+    return next(value for _, field, value in options.option_values(options.Config()) if field == name)
 
 
 def _json(text: str) -> Any:

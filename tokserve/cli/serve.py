@@ -20,7 +20,7 @@ from tokserve.base import log, one_blas_thread  # noqa: F401
 from tokserve.base.errors import StartError
 from tokserve.cli import listen
 from tokserve.cli.http import ApiServer, Signals, banner, report
-from tokserve.config import SECRET, WITHOUT_EFFECT, Config, fields
+from tokserve.config import SECRET, WITHOUT_EFFECT, Config, option_values
 from tokserve.config.resolve import model_name, resolve
 from tokserve.config.vllm import own_options
 from tokserve.features.fleet.supervisor import Supervisor
@@ -61,11 +61,9 @@ def serve_config(
 
 def chosen(config: Config) -> str:
     """The options that differ from their defaults, as `name=value`; of keys only their number."""
-    defaults = Config()
     words = []
-    for group, name, _ in fields():
-        value = getattr(getattr(config, group), name)
-        if value != getattr(getattr(defaults, group), name) and value not in (None, []):
+    for (_, name, value), (_, _, default) in zip(option_values(config), option_values(Config()), strict=True):
+        if value != default and value not in (None, []):
             value = model_name(config) if name == "model" else value
             words.append(f"{name}={f'({len(value)} set)' if name in SECRET else value}")
     return " ".join(words)

@@ -11,12 +11,14 @@ import difflib
 import logging
 import os
 import re
+from collections.abc import Iterator
 from functools import cache
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from tokserve.base.errors import StartError
+from tokserve.base.rooms import contributions
 from tokserve.config.cors import CorsConfig
 from tokserve.config.kv import KVConfig, KVEventsPlan
 from tokserve.config.kv_connector import KVStorePlan, KVTransferPlan
@@ -70,9 +72,11 @@ __all__ = [
     "TlsConfig",
     "WeightsConfig",
     "fields",
+    "option_values",
 ]
 WITHOUT_EFFECT = "option %s has no effect here"
 logger = logging.getLogger("tokserve.config")
+T = TypeVar("T", bound=msgspec.Struct)
 SECRET = ("api_key", "admin_api_key")  # options that are never shown
 
 # what --rl changes where an option is not given
@@ -80,7 +84,8 @@ RL_DEFAULTS = {"logprobs_mode": "processed", "generation_config": "none", "sched
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The groups.  `Config.make(model="demo", port=8001)` fills them by field name."""
+    """The groups.  `Config.make(model="demo", port=8001)` fills them by field name.  `rooms`: options of rooms that
+    were given, by the room's name."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
@@ -99,6 +104,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     limits: LimitsConfig = LimitsConfig()
     media: MediaConfig = MediaConfig()
     profiler: ProfilerConfig = ProfilerConfig()
+    rooms: dict[str, dict[str, Any]] = {}
+
+    def options_of(self, kind: type[T]) -> T:
+        """The options of a room, whose group is of this type."""
+        name = next(name for name, group in _groups() if group is kind)
+        return msgspec.convert(self.rooms.get(name, {}), kind)
 
     @classmethod
     def make(cls, **values: Any) -> Config:
@@ -120,8 +131,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             if value is not None:
                 plain = os.fspath(value) if isinstance(value, os.PathLike) else value
                 groups.setdefault(group_of[name], {})[name] = plain
+        rooms = {name: groups.pop(name) for name, _ in contributions("options") if name in groups}
         try:
-            return msgspec.convert(groups, cls)
+            for name, kind in contributions("options"):
+                msgspec.convert(rooms.get(name, {}), kind)
+            return msgspec.convert(groups | {"rooms": rooms}, cls)
         except msgspec.ValidationError as error:
             raise StartError(_readable(str(error), values)) from None
 
@@ -130,10 +144,27 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def fields() -> tuple[tuple[str, str, Any], ...]:
     """(group, field name, annotated type) of every option, in order of definition."""
     rows = []
-    for group in msgspec.structs.fields(Config):
-        hints = get_type_hints(group.type, include_extras=True)
-        rows += [(group.name, field.name, hints[field.name]) for field in msgspec.structs.fields(group.type)]
+    for name, kind in _groups():
+        hints = get_type_hints(kind, include_extras=True)
+        rows += [(name, field.name, hints[field.name]) for field in msgspec.structs.fields(kind)]
     return tuple(rows)
+
+
+@cache
+def _groups() -> tuple[tuple[str, Any], ...]:
+    """(name, type) of every group of options: those of the core, then those of rooms."""
+    core = [(group.name, group.type) for group in msgspec.structs.fields(Config) if group.name != "rooms"]
+    return (*core, *contributions("options"))
+
+
+def option_values(config: Config) -> Iterator[tuple[str, str, Any]]:
+    """(group, field name, value) of every option, in order of definition."""
+    for name, kind in _groups():
+        options = (
+            config.options_of(kind) if name in config.rooms or not hasattr(config, name) else getattr(config, name)
+        )
+        for field in msgspec.structs.fields(kind):
+            yield name, field.name, getattr(options, field.name)
 
 
 def _readable(message: str, values: dict[str, Any]) -> str:

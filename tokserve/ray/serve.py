@@ -19,9 +19,10 @@ from tokserve.client.async_llm import AsyncLLM
 from tokserve.config import Config, fields
 from tokserve.config.engine_config import reserved_devices
 from tokserve.config.resolve import resolve
-from tokserve.server.app import build_app, endpoints
+from tokserve.server.app import build_app
 from tokserve.server.http import errors, workers
 from tokserve.server.http.auth import route_path
+from tokserve.server.routes import endpoints
 
 DEPLOYMENT = "tokserve"
 ABORT_RESULTS = ("aborted", "finished", "not_found")  # of an id at several replicas, the first of these counts

@@ -6,11 +6,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.base.errors import RequestError
-from tokserve.dialects.trainers import areal
+from tokserve.dialects.trainers import areal, skyrl
 from tokserve.protocol import commands
-from tokserve.server.admin.commands import CommandRoute, load_lora_adapter
-from tokserve.server.reply_types import AdapterReply, Success
+from tokserve.server.admin.commands import CommandRoute, WorkerCallBody, load_lora_adapter
+from tokserve.server.endpoint import Endpoint
+from tokserve.server.reply_types import AdapterReply, Success, WorkerResults
 from tokserve.server.serving import Serving
+from tokserve.server.tokens.generate import GenerateBody, GenerateReply, generate_tokens
 
 
 async def init_broadcaster(serving: Serving, request: Request) -> Response:
@@ -23,7 +25,8 @@ async def init_broadcaster(serving: Serving, request: Request) -> Response:
     )
 
 
-ROUTES = (
+_COMMANDS = (
+    CommandRoute("/collective_rpc", skyrl.collective_rpc, WorkerCallBody, WorkerResults),
     CommandRoute("/areal_pause_generation", areal.pause, None, Success),
     CommandRoute("/areal_continue_generation", areal.resume, None, Success),
     CommandRoute("/areal_update_weights", areal.update_weights, areal.ArealUpdateBody, Success),
@@ -35,4 +38,11 @@ ROUTES = (
     CommandRoute("/areal_update_weights_lora_xccl", areal.refuse_adapter_tensors, None, None),
     CommandRoute("/init_broadcaster", init_broadcaster, None, None),
     CommandRoute("/skyrl/v1/load_lora_adapter", load_lora_adapter, commands.LoadAdapter, AdapterReply),
+)
+ENDPOINTS = (
+    Endpoint(("POST",), "/skyrl/v1/generate", generate_tokens, GenerateBody, reply=GenerateReply, runner="generate"),
+    *(
+        Endpoint(("POST",), route.path, route.handler, route.body, control=True, reply=route.reply)
+        for route in _COMMANDS
+    ),
 )

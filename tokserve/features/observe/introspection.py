@@ -14,7 +14,8 @@ from starlette.responses import Response
 
 import tokserve
 from tokserve import checkpoint
-from tokserve.base.errors import EngineDead, NotFound, invalid
+from tokserve.base.errors import EngineDead, invalid
+from tokserve.config import option_values
 from tokserve.features.observe import metrics
 from tokserve.protocol.params import VLLM_LOGPROBS_MODES
 from tokserve.server.http import body
@@ -183,7 +184,9 @@ def _as_vllm(serving: Serving, config: dict[str, Any], config_format: str) -> An
 
 
 def _without_secrets(config: Any) -> dict[str, Any]:
-    groups: dict[str, Any] = msgspec.to_builtins(config)
+    groups: dict[str, Any] = {}
+    for group, name, value in option_values(config):
+        groups.setdefault(group, {})[name] = msgspec.to_builtins(value)
     for name in ("api_key", "admin_api_key"):
         groups["server"][name] = len(groups["server"][name] or [])
     return groups
@@ -194,12 +197,3 @@ async def openapi_schema(serving: Serving, request: Request) -> Response:
     prefix = serving.config.server.root_path.strip("/")
     servers = {"servers": [{"url": f"/{prefix}"}]} if prefix else {}
     return body.reply(request, request.app.openapi() | servers)
-
-
-async def refuse_text_route(serving: Serving, request: Request) -> Response:
-    """404: the text routes of a tokens-only server"""
-    raise NotFound(
-        f"{request.url.path} needs a tokenizer, and this is a tokens-only server (--tokens-only): "
-        "send token ids to /inference/v1/generate",
-        code="tokens_only",
-    )

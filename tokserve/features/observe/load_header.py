@@ -15,6 +15,12 @@ REQUESTED = "endpoint-load-metrics-format"
 REPORTED = "endpoint-load-metrics"
 
 
+def reply_headers(request: Request, llm: AsyncLLM) -> dict[str, str]:
+    """The header, where the request asks for it in a form that is known."""
+    load = load_header(request, llm)
+    return {REPORTED: load} if load else {}
+
+
 def load_header(request: Request, llm: AsyncLLM) -> str | None:
     """The header's value in the form that the request names, TEXT or JSON; None: in no other form."""
     form = request.headers.get(REQUESTED, "").strip().upper()

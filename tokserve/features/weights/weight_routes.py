@@ -15,7 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.base.errors import Conflict, RequestError, invalid
+from tokserve.server import reply_types as types
 from tokserve.server.admin.commands import read
+from tokserve.server.endpoint import COMMAND, Endpoint
 from tokserve.server.http import body
 from tokserve.server.http.disconnect import ClientDisconnected
 from tokserve.server.serving import Serving
@@ -193,3 +195,32 @@ async def _checksums(serving: Serving, names: str | None) -> dict[str, Any]:
                 raise
             reply |= {"checkpoint": None, "reason": error.message}
     return reply
+
+
+ENDPOINTS = (
+    Endpoint(
+        ("GET",),
+        "/weight_info",
+        served_weights,
+        reply=types.ServedWeights,
+        guarded=True,
+        raises=COMMAND,
+        query=(("checksum", bool), ("tensors", bool)),
+    ),
+    Endpoint(
+        ("POST",),
+        "/update_weights",
+        update_weights,
+        UpdateBody,
+        control=True,
+        reply=types.Done,
+    ),
+    Endpoint(
+        ("POST",),
+        "/weight_checker",
+        weight_checker,
+        CheckerBody,
+        control=True,
+        reply=types.Checksums,
+    ),
+)

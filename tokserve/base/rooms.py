@@ -1,0 +1,90 @@
+"""The table of rooms: the packages that add capabilities to the core.
+
+The core finds a room by its import string here and imports no other module of it.  The module of a room holds `ROOM`,
+which names what the room adds, by import strings again: "tokserve.features.x.routes:ENDPOINTS" is imported when a
+server needs its routes.  A room whose package is absent adds nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+ROOMS: dict[str, str] = {  # module of the room, by its name; routes of a later one replace those of an earlier one
+    "observe": "tokserve.features.observe.room",
+    "weights": "tokserve.features.weights.room",
+    "pooling": "tokserve.features.pooling.room",
+    "openai": "tokserve.dialects.openai.room",
+    "anthropic": "tokserve.dialects.anthropic.room",
+    "trainers": "tokserve.dialects.trainers.room",
+    "sagemaker": "tokserve.dialects.sagemaker.room",
+    "sglang": "tokserve.dialects.sglang.room",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What a room adds to the core.  Each field but `needs` and `paths` is an import string, or "" for nothing.
+
+    `options`: a Struct whose fields are options of `tokserve serve`, in a group with the room's name.
+    `check`: a function of a resolved `Config` that raises StartError for options that do not fit.
+    `endpoints`: a tuple of `server.endpoint.Endpoint`.
+    `text_endpoints`: the same for routes that need a tokenizer; a tokens-only server does not import them.
+    `errors`: the `ErrorShape` of its text routes, if that is not OpenAI's.
+    `needs`: a boolean option; without it the endpoints are not served.  With it they replace others of the same path.
+    `paths`: of `text_endpoints`, or with `needs` of all endpoints: where they are not imported, errors refer to them.
+    `headers`: a function of a request and an AsyncLLM that returns headers of replies to requests for tokens.
+    `conversations`: a function of a `Serving` that returns an observer of text conversations, or None.
+    `commands`: a tuple of `protocol.commands.AdminCommand`.
+    `engine`, `runner`: a function that makes the room's feature of an engine or of a model runner, or None.
+    `columns`: a tuple of output values.
+    """
+
+    options: str = ""
+    check: str = ""
+    endpoints: str = ""
+    text_endpoints: str = ""
+    errors: str = ""
+    needs: str = ""
+    paths: tuple[str, ...] = ()
+    headers: str = ""
+    conversations: str = ""
+    commands: str = ""
+    engine: str = ""
+    runner: str = ""
+    columns: str = ""
+
+
+@cache
+def rooms() -> dict[str, Room]:
+    """The rooms that are present, by name, in the order of the table."""
+    return {name: room for name, module in ROOMS.items() if (room := _room(module)) is not None}
+
+
+def contributions(kind: str) -> Iterator[tuple[str, Any]]:
+    """(name of a room, what it adds) for each room that adds something of this kind, a field of `Room`."""
+    for name, room in rooms().items():
+        if place := getattr(room, kind):
+            yield name, imported(place)
+
+
+def imported(place: str) -> Any:
+    """The object at "package.module:name"."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _room(module: str) -> Room | None:
+    package = module.rpartition(".")[0]
+    try:
+        if importlib.util.find_spec(package) is None:
+            return None
+    except ModuleNotFoundError:  # a folder above is absent
+        return None
+    room = importlib.import_module(module).ROOM
+    assert isinstance(room, Room)
+    return room

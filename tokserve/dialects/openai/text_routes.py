@@ -1,0 +1,76 @@
+"""OpenAI's routes that need a tokenizer, and those that render and tokenize."""
+
+from __future__ import annotations
+
+from tokserve.dialects.openai import chat, completions, derender, render, responses, schemas, tokenize
+from tokserve.server.endpoint import MISSING, PROMPT, Endpoint
+
+POST, GET = ("POST",), ("GET",)
+CHAT = schemas.ChatBody
+ENDPOINTS = (
+    Endpoint(POST, "/v1/chat/completions", chat.chat, CHAT, text=True, reply=chat.ChatReply, runner="generate"),
+    Endpoint(
+        POST, "/v1/chat/completions/tokens", chat.chat_tokens, CHAT, text=True, reply=chat.ChatReply, runner="generate"
+    ),
+    Endpoint(
+        POST,
+        "/v1/responses",
+        responses.create,
+        schemas.ResponsesBody,
+        text=True,
+        reply=responses.ResponsesReply,
+        runner="generate",
+    ),
+    Endpoint(("GET", "DELETE"), "/v1/responses/{id}", responses.stored, text=True, raises=MISSING),
+    Endpoint(GET, "/v1/responses/{id}/input_items", responses.stored, text=True, raises=MISSING),
+    Endpoint(POST, "/v1/responses/{id}/cancel", responses.stored, text=True, raises=MISSING),
+    Endpoint(
+        POST, "/v1/chat/completions/render", render.render_chat, CHAT, text=True, reply=render.Rendered, raises=PROMPT
+    ),
+    Endpoint(
+        POST,
+        "/v1/completions/render",
+        render.render_completions,
+        schemas.CompletionBody,
+        text=True,
+        reply=list[render.Rendered],
+        raises=PROMPT,
+    ),
+    Endpoint(
+        POST,
+        "/v1/chat/completions/derender",
+        derender.derender_chat,
+        derender.DerenderChatBody,
+        text=True,
+        reply=chat.ChatReply,
+        raises=PROMPT,
+    ),
+    Endpoint(
+        POST,
+        "/v1/completions/derender",
+        derender.derender_completions,
+        derender.DerenderCompletionBody,
+        text=True,
+        reply=completions.CompletionReply,
+        raises=PROMPT,
+    ),
+    Endpoint(GET, "/tokenizer_info", render.describe, text=True, reply=render.TokenizerDescription),
+    Endpoint(
+        POST,
+        "/tokenize",
+        tokenize.tokenize,
+        schemas.TokenizeBody,
+        text=True,
+        reply=tokenize.TokenizeReply,
+        raises=PROMPT,
+    ),
+    Endpoint(
+        POST,
+        "/detokenize",
+        tokenize.detokenize,
+        schemas.DetokenizeBody,
+        text=True,
+        reply=tokenize.DetokenizeReply,
+        raises=PROMPT,
+    ),
+)

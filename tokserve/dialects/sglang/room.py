@@ -1,0 +1,50 @@
+"""What SGLang's dialect adds to the server."""
+
+from __future__ import annotations
+
+from tokserve.base.rooms import Room
+
+ROOM = Room(
+    endpoints="tokserve.dialects.sglang.routes:ENDPOINTS",
+    needs="sglang_api",
+    paths=(
+        "/generate",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/tokenize",
+        "/v1/tokenize",
+        "/detokenize",
+        "/v1/detokenize",
+        "/classify",
+        "/encode",
+        "/v1/embeddings",
+        "/abort_request",
+        "/health_generate",
+        "/model_info",
+        "/get_model_info",
+        "/server_info",
+        "/get_server_info",
+        "/v1/loads",
+        "/get_load",
+        "/get_weight_version",
+        "/flush_cache",
+        "/pause_generation",
+        "/continue_generation",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/load_lora_adapter",
+        "/unload_lora_adapter",
+        "/start_profile",
+        "/stop_profile",
+        "/weights_checker",
+        "/update_weights_from_disk",
+        "/update_weights_from_distributed",
+        "/update_weights_from_tensor",
+        "/update_weights_from_ipc",
+        "/init_weights_update_group",
+        "/destroy_weights_update_group",
+        "/begin_weight_update",
+        "/end_weight_update",
+        "/update_weight_version",
+    ),
+)

@@ -1,0 +1,9 @@
+"""What the routes of training frameworks add to the server."""
+
+from __future__ import annotations
+
+from tokserve.base.rooms import Room
+
+ROOM = Room(
+    endpoints="tokserve.dialects.trainers.routes:ENDPOINTS",
+)

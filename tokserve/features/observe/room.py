@@ -1,0 +1,10 @@
+"""What the room of metrics, logs and pages adds to the server."""
+
+from __future__ import annotations
+
+from tokserve.base.rooms import Room
+
+ROOM = Room(
+    endpoints="tokserve.features.observe.routes:ENDPOINTS",
+    headers="tokserve.features.observe.load_header:reply_headers",
+)

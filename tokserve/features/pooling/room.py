@@ -1,0 +1,9 @@
+"""What the room of models that pool adds to the server."""
+
+from __future__ import annotations
+
+from tokserve.base.rooms import Room
+
+ROOM = Room(
+    endpoints="tokserve.features.pooling.routes.table:ENDPOINTS",
+)
