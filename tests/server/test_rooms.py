@@ -72,11 +72,11 @@ def test_a_tokens_only_server_imports_no_text_route() -> None:
 
 
 def test_a_room_whose_package_is_absent_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = {endpoint.path for endpoint in endpoints(Config())}
+    served = {endpoint.path for endpoint in endpoints(Config())}
     monkeypatch.setitem(table.ROOMS, "anthropic", "tokserve.dialects.absent.room")
     monkeypatch.setattr("tokserve.server.routes.rooms", rooms.__wrapped__)
     without = {endpoint.path for endpoint in endpoints(Config())}
-    assert whole - without == {"/v1/messages", "/v1/messages/count_tokens", "/v1/messages/render"}
+    assert served - without == {"/v1/messages", "/v1/messages/count_tokens", "/v1/messages/render"}
 
 
 def test_a_room_that_is_broken_is_not_taken_for_absent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,12 +87,12 @@ def test_a_room_that_is_broken_is_not_taken_for_absent(monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("trial")
 def test_options_of_a_room() -> None:
-    given = Config.make(trial_size=5, max_model_len=64)
-    assert given.options_of(TrialOptions) == TrialOptions(trial_size=5)
+    trial_config = Config.make(trial_size=5, max_model_len=64)
+    assert trial_config.options_of(TrialOptions) == TrialOptions(trial_size=5)
     assert Config().options_of(TrialOptions) == TrialOptions()
-    again = msgspec.json.decode(msgspec.json.encode(given), type=Config)
-    assert again.options_of(TrialOptions).trial_size == 5
-    assert ("trial", "trial_size", 5) in list(option_values(given))
+    decoded = msgspec.json.decode(msgspec.json.encode(trial_config), type=Config)
+    assert decoded.options_of(TrialOptions).trial_size == 5
+    assert ("trial", "trial_size", 5) in list(option_values(trial_config))
     with pytest.raises(StartError, match="option trial_size: must be at least 1, got 0"):
         Config.make(trial_size=0)
 
