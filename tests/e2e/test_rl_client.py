@@ -93,6 +93,31 @@ def test_the_blocking_client(server: Served) -> None:
         assert client.served_weights()["weight_version"] == "blocking-3"
 
 
+@pytest.mark.parametrize("running", ["g", "h"])
+def test_an_abort_finds_prompts_that_wait_for_a_connection(server: Served, running: str) -> None:
+    async def scene() -> None:
+        async with TokserveClient(server.url, api_key="secret", connections=2) as client:
+            await client.pause("keep")
+            options = {"n": 2, "max_tokens": 3, "ignore_eos": True}
+            calls = {}
+            for group in (running, "g" if running == "h" else "h"):
+                prompts = [[1, 2, number + 3] for number in range(7 if group == "g" else 2)]
+                calls[group] = asyncio.create_task(client.generate(prompts, group_id=group, **options))
+                await asyncio.sleep(0)  # the first group is the first to be sent
+            async with asyncio.timeout(120):
+                while (await client.state())["waiting"] < 4:
+                    await asyncio.sleep(0.01)
+            assert await client.abort("g") == 7
+            rollouts = await calls["g"]
+            assert [(r.prompt_index, r.index) for r in rollouts] == [(p, i) for p in range(7) for i in range(2)]
+            for r in rollouts:
+                assert (r.finish_reason, len(r.token_ids), len(r.logprobs), r.weight_versions) == ("abort", 0, 0, [])
+            await client.resume()
+            assert [len(r.token_ids) for r in await calls["h"]] == [3] * 4
+
+    asyncio.run(scene())
+
+
 def test_rollouts_of_an_adapter(server: Served, tmp_path: Path) -> None:
     path = str(write_adapter(tmp_path, DEMO_DIR, rank=4))
 

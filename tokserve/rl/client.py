@@ -23,7 +23,20 @@ from .connection import Connection
 from .errors import PromptsFailed, ServerError, TorchMissing
 from .plain import integers, plain
 from .pools import NOT_SENT
-from .rollouts import Floats, Ids, Rollout, RolloutDelta, floats, prompt_ids, read_delta, read_rollout, sticky_seeds
+from .rollouts import (
+    Floats,
+    Ids,
+    Rollout,
+    RolloutDelta,
+    aborted_delta,
+    aborted_rollout,
+    floats,
+    prompt_ids,
+    read_delta,
+    read_rollout,
+    sticky_seeds,
+)
+from .turns import PromptAborted, PromptTurn, PromptTurns
 from .weight_routes import WeightRoutes
 
 if TYPE_CHECKING:
@@ -72,6 +85,7 @@ class AsyncClient:
         self._connection = Connection(
             url, api_key, connections, take_over=take_over, patience=patience, trust_env=trust_env
         )
+        self._turns = PromptTurns(connections)  # of what the rollouts' pool sends
         self._left: deque[str] = deque(maxlen=LEFT_IDS)  # ids of streams that were left
         self._routes = WeightRoutes(self._connection)
         self._resuming: set[asyncio.Task[None]] = set()
@@ -145,7 +159,11 @@ class AsyncClient:
         return rollouts
 
     async def _rollouts(self, number: int, ids: Ids, params: dict[str, Any], options: dict[str, Any]) -> list[Rollout]:
-        reply = await self._generated(ids, params, options)
+        try:
+            reply = await self._generated(ids, params, options)
+        except PromptAborted:
+            masks = bool(params.get("return_sampling_mask"))
+            return [aborted_rollout(number, index, ids, masks=masks) for index in range(params["n"])]
         return [read_rollout(number, ids, choice) for choice in reply["choices"]]
 
     async def _generated(self, ids: Ids, params: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -157,7 +175,8 @@ class AsyncClient:
         } | options
         headers = {"Content-Type": MSGPACK, "Accept": MSGPACK}
         content = msgspec.msgpack.encode(plain(body))
-        response = await self._connection.rollout(GENERATE, content=content, headers=headers)
+        async with self._turns.turn(options.get("group_id")) as turn:
+            response = await self._connection.rollout(GENERATE, turn, content=content, headers=headers)
         return msgspec.msgpack.decode(response.content)
 
     async def stream(
@@ -188,12 +207,27 @@ class AsyncClient:
             "group_id": group_id,
             "model": model,
         }
-        was_left, complete = request_id in self._left, False
-        async with aclosing(self._connection.events(GENERATE, body, id_was_left=was_left)) as events:
-            try:
+        try:
+            async with (
+                self._turns.turn(group_id, request_id) as turn,
+                aclosing(self._stream_events(body, turn, request_id)) as events,
+            ):
                 async for event in events:
                     for choice in event["choices"]:
                         yield read_delta(choice)
+        except PromptAborted:
+            for index in range(n):
+                yield aborted_delta(index, masks=bool(sampling.get("return_sampling_mask")))
+
+    async def _stream_events(
+        self, body: dict[str, Any], turn: PromptTurn, request_id: str | None
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of a stream.  Remembers the id of one that is left."""
+        was_left, complete = request_id in self._left, False
+        async with aclosing(self._connection.events(GENERATE, body, turn, id_was_left=was_left)) as events:
+            try:
+                async for event in events:
+                    yield event
                 complete = True
             finally:
                 if request_id is not None and not complete:
@@ -237,11 +271,13 @@ class AsyncClient:
 
     async def abort(self, group_id: str | None = None, *, request_ids: Sequence[str] | None = None) -> int:
         """Abort the requests of a group, or those with these ids; returns how many there were.  Their callers get the
-        tokens so far, with finish_reason "abort".  Returns when the engine has freed them."""
+        tokens so far, with finish_reason "abort": none for a prompt of this client that waits for a connection, or to
+        be sent again.  Returns when the engine has freed them."""
         if (group_id is None) == (request_ids is None):
             raise ValueError("abort takes a group_id or request_ids")
         body = {"group_id": group_id} if request_ids is None else {"request_ids": list(request_ids)}
-        return int((await self._connection.post("/abort_requests", body))["aborted"])
+        queued = self._turns.abort(group_id, request_ids or ())
+        return queued + int((await self._connection.post("/abort_requests", body))["aborted"])
 
     # --- control ---
 

@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ import httpx
 from .errors import ServerError
 from .plain import plain
 from .pools import NOT_SENT, async_pool, authorization
+from .turns import PromptTurn
 
 WAIT = 0.1  # seconds between two attempts to reach a server
 WARN_EVERY = 30.0  # seconds between two warnings that the server refuses what is sent again
@@ -28,15 +29,17 @@ OK = 200
 BUSY = (429, 503)  # statuses after which the same request may be sent again
 CONFLICT = 409
 INTERNAL = 500  # of an error within a stream
+Sleep = Callable[[float], Awaitable[None]]
 log = logging.getLogger(__name__)
 
 
 class Connection:
     """The connections to one server, for one event loop.  Raises httpx.TransportError where a connection fails.
 
-    `rollouts`: a pool of at most `connections`, for what takes as long as its tokens; `control`: one without a limit,
-    for all else.  `take_over`: the first update and the first pause take the place of what a trainer that has gone left
-    open.  `patience`: seconds for which a request is sent again that the server refuses with Retry-After.
+    `rollouts`: a pool of at most `connections`, for what takes as long as its tokens, where nothing waits, because its
+    callers take turns; `control`: one without a limit, for all else.  `take_over`: the first update and the first pause
+    take the place of what a trainer that has gone left open.  `patience`: seconds for which a request is sent again
+    that the server refuses with Retry-After.
     """
 
     def __init__(
@@ -88,16 +91,23 @@ class Connection:
         self._taking_over.discard(what)
         return reply
 
-    async def rollout(self, path: str, **kwargs: Any) -> httpx.Response:
-        """POST what generates, among at most `connections`.  Raises ServerError."""
-        return await self._sent(self.rollouts, "POST", path, again=True, **kwargs)
+    async def rollout(self, path: str, turn: PromptTurn, **kwargs: Any) -> httpx.Response:
+        """POST what generates.  Raises ServerError, PromptAborted."""
+        return await self._sent(self.rollouts, "POST", path, again=True, sleep=turn.sleep, **kwargs)
 
     async def send(self, method: str, path: str, *, again: bool = False, **kwargs: Any) -> httpx.Response:
         """Send a control call; with `again`, repeat it where it cannot have had an effect.  Raises ServerError."""
         return await self._sent(self.control, method, path, again=again, **kwargs)
 
     async def _sent(
-        self, pool: httpx.AsyncClient, method: str, path: str, *, again: bool, **kwargs: Any
+        self,
+        pool: httpx.AsyncClient,
+        method: str,
+        path: str,
+        *,
+        again: bool,
+        sleep: Sleep = asyncio.sleep,
+        **kwargs: Any,
     ) -> httpx.Response:
         reconnect, end = again, time.monotonic() + self._patience  # connect twice at most
         while True:
@@ -107,17 +117,20 @@ class Connection:
                 if not reconnect:
                     raise
                 reconnect = False
-                await asyncio.sleep(WAIT)
+                await sleep(WAIT)
                 continue
             if response.status_code == OK:
                 return response
             if not again:
                 raise server_error(response)
-            await self._wait_to_repeat(response, end)
+            await self._wait_to_repeat(response, end, sleep)
 
-    async def events(self, path: str, body: dict[str, Any], *, id_was_left: bool = False) -> AsyncGenerator[Any, None]:
+    async def events(
+        self, path: str, body: dict[str, Any], turn: PromptTurn, *, id_was_left: bool = False
+    ) -> AsyncGenerator[Any, None]:
         """The events of a stream, as JSON.  Leaving it early closes the connection, which aborts the request.
-        `id_was_left`: a stream of this request id was left, and may not have ended yet."""
+        `id_was_left`: a stream of this request id was left, and may not have ended yet.  Raises ServerError,
+        PromptAborted."""
         end = time.monotonic() + self._patience
         content = plain(body)
         while True:
@@ -128,9 +141,11 @@ class Connection:
                             yield event
                     return
                 await response.aread()
-            await self._wait_to_repeat(response, end, id_was_left=id_was_left)
+            await self._wait_to_repeat(response, end, turn.sleep, id_was_left=id_was_left)
 
-    async def _wait_to_repeat(self, response: httpx.Response, end: float, *, id_was_left: bool = False) -> None:
+    async def _wait_to_repeat(
+        self, response: httpx.Response, end: float, sleep: Sleep, *, id_was_left: bool = False
+    ) -> None:
         """Wait until the request may be sent again.  Raises ServerError if it may not, or not before `end`."""
         error, now = server_error(response), time.monotonic()
         delay = _retry_after(response)
@@ -141,7 +156,7 @@ class Connection:
         if error.status in BUSY and now >= self._warned + WARN_EVERY:
             self._warned = now
             log.warning("the server refuses requests, which are sent again for up to %g s: %s", self._patience, error)
-        await asyncio.sleep(delay)
+        await sleep(delay)
 
 
 async def _events(response: httpx.Response) -> AsyncGenerator[Any, None]:

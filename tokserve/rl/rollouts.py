@@ -95,6 +95,23 @@ def prompt_ids(number: int, prompt: Sequence[int], name: str = "prompts") -> Ids
     return ids.astype("<i4")
 
 
+def aborted_rollout(number: int, index: int, prompt: Ids, *, masks: bool = False) -> Rollout:
+    """A choice of a prompt that was aborted before it was sent: no tokens, of no weights.  `masks`: whether it has the
+    columns of `return_sampling_mask`."""
+    return read_rollout(number, prompt, _aborted_choice(index, masks))
+
+
+def aborted_delta(index: int, *, masks: bool = False) -> RolloutDelta:
+    """The last delta of a choice of a stream that was aborted before it was sent."""
+    return read_delta(_aborted_choice(index, masks))
+
+
+def _aborted_choice(index: int, masks: bool) -> dict[str, Any]:
+    """A choice of a reply, without tokens."""
+    columns = {"sampling_mask": {"counts": b"", "ids": b""}, "sampling_logprobs": b"", "kept_logprob": b""}
+    return {"index": index, "token_ids": b"", "logprobs": None, "finish_reason": "abort"} | (columns if masks else {})
+
+
 def read_rollout(number: int, prompt: Ids, choice: Mapping[str, Any]) -> Rollout:
     """A choice of a whole reply."""
     columns = read_columns(choice)
