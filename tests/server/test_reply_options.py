@@ -130,19 +130,33 @@ def test_a_root_path_need_not_be_stripped(path: str) -> None:
     s = site(root_path="/llm", admin_api_key=["k"])
 
     def status(method: str, where: str) -> int:
-        return rooted(s, method, "/llm" + where)
+        return rooted(s, method, "/llm" + where).status_code
 
     assert status("GET", path) == (404 if path.startswith("/llm/llm") else 200)
     assert status("POST", path.replace("v1/models", "pause")) == (404 if path.startswith("/llm/llm") else 401)
     assert status("GET", "/llmv1/models") == 404
 
 
-def rooted(s: Site, method: str, path: str) -> int:
-    """The status of a request whose server has a root path."""
+@pytest.mark.parametrize(
+    ("method", "path", "text"),
+    [
+        ("GET", "/foo", "there is no route /foo"),
+        ("GET", "/llm/foo", "there is no route /foo"),
+        ("GET", "/llm/chat/completions", "there is no route /chat/completions; did you mean /v1/chat/completions?"),
+        ("GET", "/llm/v1/completions", "/v1/completions takes POST, not GET"),
+    ],
+)
+def test_errors_below_a_root_path_name_the_route(method: str, path: str, text: str) -> None:
+    answer = rooted(site(root_path="/llm"), method, "/llm" + path)
+    assert answer.json()["error"]["message"] == text
 
-    async def send() -> int:
+
+def rooted(s: Site, method: str, path: str) -> httpx.Response:
+    """The reply to a request whose server has a root path."""
+
+    async def send() -> httpx.Response:
         transport = httpx.ASGITransport(s.app, root_path="/llm")
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return (await client.request(method, path)).status_code
+            return await client.request(method, path)
 
     return asyncio.run(send())

@@ -187,9 +187,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's errors (no such route, wrong method) as error responses."""
     assert isinstance(error, HTTPException)
     table = request.app.state.table
-    path, shape = request.url.path[:LONGEST_SHOWN], _errors_of(request.url.path, table)
+    whole = route_path(request.scope)
+    path, shape = whole[:LONGEST_SHOWN] or "/", _errors_of(whole, table)
     if error.status_code == 404:
-        whole = request.url.path.rstrip("/")
         return errors.response(
             NotFound(f"there is no route {path}{hint(whole, table)}", code="unknown_route"), None, shape
         )
