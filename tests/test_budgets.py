@@ -63,6 +63,8 @@ def _check_file(path: Path) -> None:
             assert not literal or name == "models/spec.py", (
                 f"{name}:{node.lineno}: getattr with a literal and a default"
             )
+        if isinstance(node, ast.Attribute) and node.attr == "wait_for" and ast.unparse(node.value) == "asyncio":
+            raise AssertionError(f"{name}:{node.lineno}: wait_for may swallow a cancellation: use asyncio.timeout")
     names = {node.name for node in syntax if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     names |= {node.arg for node in syntax if isinstance(node, ast.arg)}
     for word in names - OF_VLLM:

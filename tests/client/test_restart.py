@@ -18,6 +18,7 @@ from tokserve.base.errors import EngineDead, StartError
 from tokserve.client import engine_client
 from tokserve.client.async_llm import AsyncLLM, collect
 from tokserve.client.inputs import GenerateRequest
+from tokserve.client.launch import EngineProcess
 from tokserve.protocol.messages import Announce, EndAnnouncement, Reply, Submit
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.prompt import TokenPrompt, pack_ids
@@ -189,6 +190,31 @@ def test_shutdown_while_another_engine_starts_leaves_nothing(mode: Any) -> None:
         await until(lambda: pid_of(llm) != first)
         await llm.shutdown()
         assert has_ended(pid_of(llm)) and has_ended(first) and llm.dead is None
+
+    asyncio.run(scene())
+
+
+def test_shutdown_at_the_moment_at_which_another_engine_has_a_place(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11's `asyncio.wait_for` swallows a cancellation in the turn in which its result comes."""
+    mode("serve")
+
+    async def scene() -> None:
+        llm = make(3)
+        await llm.start()
+        first = pid_of(llm)
+        located, shutdowns = EngineProcess.located, []
+
+        async def located_at_shutdown(engine: EngineProcess) -> str:
+            shutdowns.append(asyncio.ensure_future(llm.shutdown()))
+            return await located(engine)
+
+        monkeypatch.setattr(EngineProcess, "located", located_at_shutdown)
+        mode("mute")
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: bool(shutdowns))
+        await shutdowns[0]
+        assert len(shutdowns) == 1 and llm.dead is None
+        assert has_ended(pid_of(llm)) and has_ended(first)
 
     asyncio.run(scene())
 

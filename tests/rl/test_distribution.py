@@ -29,6 +29,7 @@ WITHOUT_SERVER = [
     "scripted_http.py",
     "script.py",
     "test_client.py",
+    "test_turns.py",
     "test_blocking.py",
     "test_scripted.py",
     "test_pools.py",

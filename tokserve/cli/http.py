@@ -160,7 +160,8 @@ def _stopper(server: Any, app: Any, llm: AsyncLLM, timeout: float) -> Callable[[
         if llm.num_inflight:
             logger.info("aborting %d running requests", llm.num_inflight)
             with suppress(TimeoutError, RequestError):  # the server stops in any case
-                await asyncio.wait_for(llm.abort_own("shutdown"), ABORT_SECONDS)
+                async with asyncio.timeout(ABORT_SECONDS):
+                    await llm.abort_own("shutdown")
         server.should_exit = True
         await asyncio.sleep(hang_up)
         for connection in list(server.server_state.connections):  # clients that do not read

@@ -341,8 +341,8 @@ class AdminMethods(ABC):
     ) -> list[Any]:
         """Call a method of the worker extension between two steps: a result per worker.  Arguments and results must be
         plain values."""
-        call = self.call("collective_rpc", method=method, args=list(args), kwargs=dict(kwargs or {}))
-        return await asyncio.wait_for(call, timeout)
+        async with asyncio.timeout(timeout):
+            return await self.call("collective_rpc", method=method, args=list(args), kwargs=dict(kwargs or {}))
 
     async def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """Call an importable function with the model, in the engine's process: a result per worker."""

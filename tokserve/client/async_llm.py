@@ -421,7 +421,8 @@ class AsyncLLM(AdminMethods):
     async def refresh(self, seconds: float) -> None:
         """Bring `stats` and `status` up to date; gives up after so many seconds, or if the engine is dead."""
         with suppress(TimeoutError, EngineDead):
-            await asyncio.wait_for(self.call("stats"), seconds)
+            async with asyncio.timeout(seconds):
+                await self.call("stats")
 
     async def push(
         self,

@@ -126,7 +126,8 @@ class EngineClient:
     async def _located(self, engine: EngineHandle) -> str:
         timeout = self._config.runtime.start_timeout
         try:
-            return await asyncio.wait_for(engine.located(), timeout)
+            async with asyncio.timeout(timeout):
+                return await engine.located()
         except TimeoutError:
             raise StartError(f"the engine had no place to run after {timeout:g} s (start_timeout)") from None
 
@@ -169,7 +170,8 @@ class EngineClient:
         socket.send(Call(0, "hello"))
         timeout = self._config.runtime.start_timeout
         try:
-            ready = await asyncio.wait_for(self._starting, timeout)
+            async with asyncio.timeout(timeout):
+                ready = await self._starting
         except TimeoutError:
             raise StartError(f"the engine was not ready after {timeout:g} s (start_timeout)") from None
         if socket is not self._socket:
@@ -365,8 +367,8 @@ class EngineClient:
             await self._engine.stop(SHUTDOWN_PATIENCE if acknowledged else 0.0)
         elif self.requests:
             with suppress(TimeoutError, EngineDead):
-                abort = self.call("abort", {"keys": self.requests.ids(), "reason": "shutdown"})
-                await asyncio.wait_for(abort, SHUTDOWN_PATIENCE)
+                async with asyncio.timeout(SHUTDOWN_PATIENCE):
+                    await self.call("abort", {"keys": self.requests.ids(), "reason": "shutdown"})
         self._disconnect(EngineDead("the engine has been shut down"))
 
     async def _shut_down(self) -> None:
@@ -427,7 +429,7 @@ class EngineClient:
         last = self.status
         self.lost = LostEngine(self._loop.time(), last)
         pause, longest = RETRY
-        while self.dead is None:
+        while self.dead is None and not self._closing:
             logger.error("the %s died: %s; starting another", self._process_name, self.down.private)
             self._restarts.append(self._loop.time())
             try:
@@ -452,7 +454,8 @@ class EngineClient:
             except Exception as error:  # whatever it is, those who wait for the engine must hear of it
                 logger.exception("the %s cannot be restarted", self._process_name)
                 self.dead = self.down = EngineDead(private=f"{type(error).__name__}: {error}")
-        self._on_replaced()
+        if not self._closing:
+            self._on_replaced()
 
     def on_replaced(self, callback: Callable[[], object]) -> None:
         """Call `callback` when another engine serves after one that was lost, or when none will."""
@@ -462,7 +465,8 @@ class EngineClient:
         """Give a new engine the state of the old one, before it serves.  Raises RequestError, StartError."""
         timeout = self._config.runtime.start_timeout
         try:
-            await asyncio.wait_for(self._call("take_over", {"last": last}), timeout)
+            async with asyncio.timeout(timeout):
+                await self._call("take_over", {"last": last})
         except TimeoutError:
             raise StartError(f"the engine was not what the last one was after {timeout:g} s (start_timeout)") from None
 

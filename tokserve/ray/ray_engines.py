@@ -137,8 +137,8 @@ class RayEngine:
         if self._actor is not None:
             if not self.exited.done():
                 with suppress(RayError, TimeoutError):
-                    stopping = self._actor.stop.remote(patience)
-                    await asyncio.wait_for(stopping, patience + TERM_SECONDS + ANSWER)
+                    async with asyncio.timeout(patience + TERM_SECONDS + ANSWER):
+                        await self._actor.stop.remote(patience)
             with suppress(RayError):
                 ray.kill(self._actor)
         if self._watching is not None:

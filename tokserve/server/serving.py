@@ -247,7 +247,8 @@ class Serving:
     async def probe(self, command: str, seconds: float) -> None:
         """Call a command of the engine that takes no arguments.  Raises EngineDead if it does not answer in time."""
         try:
-            await asyncio.wait_for(self.llm.call(command), seconds)
+            async with asyncio.timeout(seconds):
+                await self.llm.call(command)
         except TimeoutError:
             raise EngineDead(f"the engine has not answered for {seconds:g} s", code="engine_hung") from None
 
