@@ -115,6 +115,7 @@ def test_raw_control_characters_in_strings_are_escaped(raw: str) -> None:
 
 
 WRITE_P = call("write", '{"path": "p"}')
+UNCLOSED = "<function=write>\n<parameter=path>\np"
 READ: list[tuple[str, str, Said]] = [
     # F5 a: no opener
     ("qwen3_coder", element(parameter("path", "p"))[len("<tool_call>\n") :], WRITE_P),
@@ -136,6 +137,18 @@ READ: list[tuple[str, str, Said]] = [
         call("write", '{"path": "p", "content": "c"}'),
     ),
     ("qwen3_coder", element("<parameter=path>\np\n"), WRITE_P),
+    # and before the end of all calls, where another call follows
+    ("qwen3_coder", f"<tool_call>\n{UNCLOSED}\n</tool_call>\n{element(parameter('path', 'p'))}", WRITE_P * 2),
+    (
+        "qwen3_coder",
+        f"<tool_call>\n{UNCLOSED}</tool_call><tool_call><function=ping></tool_call>",
+        WRITE_P + call("ping", "{}"),
+    ),
+    (
+        "qwen3_coder",
+        element(parameter("content", "a\n</tool_call>\n<tool_call>\nb"), parameter("path", "p")),
+        call("write", '{"content": "a\\n</tool_call>\\n<tool_call>\\nb", "path": "p"}'),
+    ),
     (
         "qwen3_coder",
         element(parameter("path", "a\n<parameter=path>\n<parameter=other>\nb\n</function>\nc")),

@@ -61,8 +61,9 @@ class CallReader:
         self._form = form
         self._sink = sink
         self._ends = Markers(*filter(None, (form.closes, *form.opens)))  # of a call that is not JSON
+        closes = form.closes or FUNCTION_END
         self._value_ends = Markers(
-            "\n" + PARAMETER_END, PARAMETER_END, "\n" + PARAMETER, "\n" + FUNCTION_END, form.closes or FUNCTION_END
+            "\n" + PARAMETER_END, PARAMETER_END, "\n" + PARAMETER, "\n" + FUNCTION_END, "\n" + closes, closes
         )
 
     def calls(self, *, known: bool = False) -> Steps[CallStatus]:
@@ -274,8 +275,9 @@ class CallReader:
                 return False
             if (yield from self._ends_value(mark, properties, keys)):
                 break
-            if has_end_tag and mark == self._form.closes:
-                self._text.at -= len(mark)
+            if has_end_tag and self._form.closes and mark.endswith(self._form.closes):
+                self._text.at -= len(self._form.closes)
+                report(mark.removesuffix(self._form.closes))
                 return False
             has_end_tag |= mark.endswith(PARAMETER_END)
             report(mark)
@@ -284,7 +286,8 @@ class CallReader:
 
     def _ends_value(self, mark: str, properties: dict[str, Any], keys: set[str]) -> Steps[bool]:
         """Whether a tag ends the value: the end tag does before what may follow it; where that was forgotten, so does
-        the tag of another parameter of the function, or the end of the function before that of all calls."""
+        the tag of another parameter of the function, the end of the function before that of all calls, or the end of
+        all calls before another function's."""
         start = self._text.at
         if self._exact:
             return mark.endswith(PARAMETER_END)
@@ -300,6 +303,17 @@ class CallReader:
             ends = not first or (yield from self._text.literal(*tags)) is not None or self._text.is_cut(*tags)
             self._text.at = start
             return ends
+        if closes and mark.endswith(closes):
+            ends = yield from self._another_opens()
+            self._text.at = start - (len(closes[0]) if ends else 0)
+            return ends
         ends = mark.endswith(FUNCTION_END) and bool(closes) and (yield from self._text.literal(*closes)) is not None
         self._text.at = start - (len(FUNCTION_END) if ends else 0)
         return ends
+
+    def _another_opens(self) -> Steps[bool]:
+        """Whether the marker of calls comes next, and then a function."""
+        if not self._form.opens or (yield from self._text.literal(*self._form.opens)) is None:
+            return False
+        yield from self._text.peek()
+        return (yield from self._text.literal(FUNCTION)) is not None
