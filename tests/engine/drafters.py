@@ -64,8 +64,8 @@ class RandomDrafter(OneByOne):
     def _continuation(self, request: Request, count: int) -> list[int]:
         assert isinstance(request.task, SamplingParams)
         weights = str(self._executor.weights)
-        if request.adapter is not None:
-            weights += f"+{self._executor.adapters[request.adapter.slot]}"
+        if request.variant is not None:
+            weights += f"+{self._executor.adapters[request.variant.slot]}"
         tokens = request.tokens.tolist()
         prefix = prefixes_of(tokens, request.features)[-1]
         for _ in range(count):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -34,6 +34,8 @@ from tokserve.protocol.messages import (
 )
 from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.protocol.prompt import unpack_ids
+
+F = TypeVar("F")
 
 
 @dataclass
@@ -135,6 +137,10 @@ class Engine:
         self.submit_replies: list[SubmitReply] = []
         self.weights_of = {"v1": ""}  # by version
         self.loads: dict[int, str] = {}  # generation -> path of the adapter
+
+    def feature(self, kind: type[F]) -> F:
+        """The engine's feature of this class."""
+        return next(feature for feature in self.core.features if isinstance(feature, kind))
 
     def _emit(self, identity: bytes, message: FromEngine) -> None:
         message = decode_from_engine(encode(message))

@@ -10,7 +10,7 @@ import pytest
 from tests.engine.harness import Engine
 from tests.engine.test_control import DEPTHS, PROMPT, answers, ask, update
 from tokserve.base.errors import StartError
-from tokserve.features.lora.commands import MAX_NAME
+from tokserve.features.lora.commands import MAX_NAME, Adapters
 from tokserve.protocol.messages import Reply, Status
 
 
@@ -137,7 +137,7 @@ def test_the_adapter_that_is_unused_for_longest_loses_its_slot_and_comes_back(de
     engine.add("r", PROMPT, adapter="a", max_tokens=2, ignore_eos=True)
     engine.run()
     assert load(engine, "c", "/c").result["evicted"] == "b"
-    assert [adapter.name for adapter in engine.core.adapters.listed()] == ["a", "b", "c"]
+    assert [adapter.name for adapter in engine.feature(Adapters).listed()] == ["a", "b", "c"]
     for number, name in enumerate(("b", "c", "a", "b")):
         engine.add(f"s{number}", PROMPT, adapter=name, max_tokens=4, ignore_eos=True)
         engine.run()
@@ -195,7 +195,7 @@ def test_an_adapter_whose_files_have_changed_does_not_come_back_as_another() -> 
     engine = make(max_loras=1)
     for name in ("a", "b"):
         load(engine, name, f"/{name}")
-    engine.core.adapters._by_name["a"].path = "/changed"
+    engine.feature(Adapters)._by_name["a"].path = "/changed"
     engine.add("r", PROMPT, adapter="a", max_tokens=4)
     engine.add("s", PROMPT, adapter="b", max_tokens=4)
     engine.run()
@@ -213,7 +213,7 @@ def test_an_adapter_that_cannot_come_back_ends_its_request_and_nothing_else(dept
     engine = make(max_loras=1, depth=depth)
     for name in ("a", "b"):
         load(engine, name, f"/{name}")
-    engine.core.adapters._by_name["a"].path = "/changed"
+    engine.feature(Adapters)._by_name["a"].path = "/changed"
     engine.add("r", PROMPT, adapter="a", max_tokens=4)
     engine.run()
     assert "have changed" in (engine.finish("r").message or "")
@@ -259,7 +259,7 @@ def test_an_unload_while_the_load_reads_wins_or_loses_but_leaves_one_slot_each()
     engine.executor.settle()
     engine.run()
     assert answers(engine, 81)[0].error is None and answers(engine, 80)[0].error is None
-    assert [(adapter.name, adapter.path) for adapter in engine.core.adapters.listed()] == [("a", "/two")]
+    assert [(adapter.name, adapter.path) for adapter in engine.feature(Adapters).listed()] == [("a", "/two")]
     assert load_slow(engine, "b").status == 409
 
 
@@ -277,7 +277,7 @@ def test_loads_at_once_come_one_after_the_other() -> None:
         engine.executor.settle(1)
         engine.step()
     assert [answers(engine, 80 + n)[0].result["generation"] for n in range(4)] == [1, 2, 3, 4]
-    assert [adapter.path for adapter in engine.core.adapters.listed()] == ["/2", "/3"]
+    assert [adapter.path for adapter in engine.feature(Adapters).listed()] == ["/2", "/3"]
 
 
 @DEPTHS
@@ -357,7 +357,7 @@ def test_a_server_without_adapters_refuses_them() -> None:
 
 def test_adapters_of_the_start_are_there_before_the_first_request() -> None:
     engine = make(lora_modules=["a=/one", "b=/two=2"])
-    assert [adapter.generation for adapter in engine.core.adapters.listed()] == [1, 2]
+    assert [adapter.generation for adapter in engine.feature(Adapters).listed()] == [1, 2]
     assert engine.executor.adapter_from_anywhere is True  # the operator has named it
     engine.loads = {1: "/one", 2: "/two=2"}
     engine.add("r", PROMPT, adapter="b", max_tokens=5)

@@ -233,7 +233,7 @@ def test_events_have_the_extra_keys_of_a_hash() -> None:
     hashes = [bytes([i]) * 32 for i in range(3)]
     feature = Feature("image", b"\xab", 3, 2, b"")
     adapter = Adapter("a", "", 0, 7)
-    log.stored(None, hashes, array("i", range(1, 8)), 0, adapter=adapter, cache_salt="s", features=[feature])
+    log.stored(None, hashes, array("i", range(1, 8)), 0, variant=adapter, cache_salt="s", features=[feature])
     event = msgspec.to_builtins(log.take()[0])
     assert event == {
         "type": "BlockStored",

@@ -7,6 +7,7 @@ from typing import Any
 from tests.engine.harness import Engine
 from tests.engine.test_adapters import load, make
 from tests.engine.test_control import PROMPT, ask, busy, state
+from tokserve.features.lora.commands import Adapters
 from tokserve.protocol.messages import Reply
 
 NO = {"go": False, "reason": "engine 1 refused: no"}
@@ -85,9 +86,9 @@ def test_an_adapter_that_another_engine_refuses_evicts_none() -> None:
     load(engine, "a", "/a")
     load(engine, "b", "/b")
     prepare(engine, "load_lora_adapter", lora_name="c", lora_path="/c")
-    assert [adapter.name for adapter in engine.core.adapters.listed()] == ["a", "b"]
+    assert [adapter.name for adapter in engine.feature(Adapters).listed()] == ["a", "b"]
     assert decide(engine, **NO).status == 409
-    assert [adapter.name for adapter in engine.core.adapters.listed()] == ["a", "b"]
+    assert [adapter.name for adapter in engine.feature(Adapters).listed()] == ["a", "b"]
     engine.add("r", PROMPT, adapter="a", max_tokens=4, ignore_eos=True)
     engine.run()
     engine.check_complete("r")
@@ -104,7 +105,7 @@ def test_an_adapter_is_not_unloaded_while_other_engines_load_it() -> None:
     assert decide(engine).result["result"]["generation"] == 2
     engine.steps(2)
     (unloaded,) = [reply for reply in engine.replies if reply.call_id == 75]
-    assert unloaded.error is None and not engine.core.adapters.listed()
+    assert unloaded.error is None and not engine.feature(Adapters).listed()
 
 
 def test_memory_that_was_given_back_before_all_engines_are_awake_is_not_used() -> None:

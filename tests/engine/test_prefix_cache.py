@@ -106,7 +106,7 @@ def test_a_replaced_adapter_finds_nothing_of_the_old_and_others_keep_theirs() ->
     assert cache.lookup(waiting, tokens(12), 2) == 2
     assert cache.lookup(waiting, tokens(12), 3) is None  # the third block is pending
     replaced.generation = 3
-    cache.on_adapter_replaced(replaced)
+    cache.on_variant_replaced(replaced)
     assert not cache.must_wait(waiting) and cache.lookup(waiting, tokens(12), 3) == 0
     cache.cache_full_blocks(running, tokens(12), 12)  # computed in part by the old weights: must not be found
     assert cache.lookup(BlockTable("", replaced), tokens(12), 3) == 0

@@ -301,7 +301,7 @@ def test_new_row_has_all_tokens() -> None:
     request = make([10, 11], max_tokens=9)
     feed(request, 20, 21)
     request.slot = 5
-    row = request.new_row()
+    row = request.new_row({})
     assert row.tokens.tolist() == [10, 11, 20, 21] and row.tokens.dtype == np.int32
     assert (row.slot, row.request_id, row.prompt_len, row.seed, row.stop_ids, row.adapter) == (5, "r", 2, 7, (1, 2), -1)
     request.append([22], None, 0, 1.0)

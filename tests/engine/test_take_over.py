@@ -8,6 +8,7 @@ import pytest
 
 from tests.engine.harness import Engine
 from tests.engine.test_control import PROMPT, ask, busy, state, update
+from tokserve.features.lora.commands import Adapters
 from tokserve.protocol.messages import Call, Status, decode_to_engine, encode
 
 
@@ -205,7 +206,7 @@ def test_adapters_are_those_of_the_engine_before() -> None:
     last = engine.core._state_now()
     other = Engine(**options)
     ask(other, "take_over", last=last)
-    assert other.core.adapters.listed() == engine.core.adapters.listed()
+    assert other.feature(Adapters).listed() == engine.feature(Adapters).listed()
     other.loads = {4: "/newer"}
     other.add("newer", PROMPT, adapter="b", max_tokens=3, ignore_eos=True)
     other.run()

@@ -15,6 +15,7 @@ import msgspec
 
 from tokserve.base.errors import RequestError
 from tokserve.config import Config
+from tokserve.engine.hooks import Hooks
 from tokserve.engine.output.front_ends import Emit
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.registry import Registry
@@ -25,7 +26,6 @@ from tokserve.features.grammar.grammars import Grammars
 from tokserve.features.grammar.pending_grammars import PendingGrammars
 from tokserve.features.images.vision import check_image
 from tokserve.features.kv.external_kv import ExternalKV
-from tokserve.features.lora.commands import MAX_NAME, Adapters
 from tokserve.features.speculation.drafter import prediction_index
 from tokserve.features.speculation.token_index import TokenIndex
 from tokserve.protocol.images import KIND, ImageFormat
@@ -83,7 +83,7 @@ class Admission:
         limits: Limits,
         registry: Registry,
         scheduler: Scheduler,
-        adapters: Adapters,
+        hooks: Hooks,
         grammars: Grammars,
         deadlines: Deadlines,
         emit: Emit,
@@ -101,7 +101,7 @@ class Admission:
         self._limits = limits
         self._registry = registry
         self._scheduler = scheduler
-        self._adapters = adapters
+        self._hooks = hooks
         self._grammars = grammars
         self._deadlines = deadlines
         self._emit = emit
@@ -216,10 +216,10 @@ class Admission:
             return SubmitReply(submit.call_id, "quarantined", status.quarantine)
         if self._reject_while_paused and (status.paused or status.sleeping or status.state == "pausing"):
             return SubmitReply(submit.call_id, "paused", f"the engine is {status.state} (--reject-while-paused)")
-        names = [spec.options.adapter for spec in submit.requests if spec.options.adapter]
-        unknown = next((name for name in names if not self._adapters.get(name)), "")
-        if unknown:
-            return SubmitReply(submit.call_id, "model_not_found", f"no adapter {unknown[:MAX_NAME]!r} is loaded")
+        for refuse in self._hooks.refuse:
+            refusal = refuse(submit)
+            if refusal is not None:
+                return refusal
         duplicate = self._duplicate(submit)
         if duplicate is not None:
             return duplicate
@@ -253,13 +253,16 @@ class Admission:
                 number=number,
                 received=large.received,
                 limits=self._limits,
-                adapter=self._adapters.get(spec.options.adapter),
                 client=large.submit.client,
                 share=None if self._fair else "",
             )
             for number, spec in enumerate(specs, large.first + start)
         ]
         for spec, request in zip(specs, requests, strict=True):
+            for attach in self._hooks.attach:
+                attach(request, spec)
+            if spec.options.adapter and request.variant is None:
+                raise RequestError("this server serves no adapters", field="adapter")
             if spec.drafts:
                 if spec.drafts not in large.predictions:
                     large.predictions[spec.drafts] = prediction_index(spec.drafts)

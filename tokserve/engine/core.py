@@ -26,6 +26,8 @@ from tokserve.engine.admin.aborts import Aborts
 from tokserve.engine.admin.command import Command, Commands, command
 from tokserve.engine.admin.control import Control
 from tokserve.engine.admission import SLICE, Admission
+from tokserve.engine.features import EngineContext, Outbox, make_features
+from tokserve.engine.hooks import Hooks
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.output.front_ends import Emit, FrontEnds
 from tokserve.engine.output.output_buffer import Limits
@@ -42,7 +44,6 @@ from tokserve.features.grammar.mask_worker import MaskWorker
 from tokserve.features.kv.event_publisher import EventPublisher
 from tokserve.features.kv.events import EventLog
 from tokserve.features.kv.external_kv import ExternalKV
-from tokserve.features.lora.commands import Adapters
 from tokserve.features.profiler.commands import LOOP, Profiler
 from tokserve.features.speculation.drafter import Drafter, NoDrafts
 from tokserve.features.speculation.drafter import make as make_drafter
@@ -99,12 +100,13 @@ class EngineCore:
             config.kv, self.cache, executor, self.control.weights, facts.facts,
             tokens_per_second=self.scheduler.tokens_per_second, clock=clock, wake=wake,
         )  # fmt: skip
-        model_name = (config.server.served_model_name or [config.model.model])[0]
-        self.adapters = Adapters(config.lora, self, self.scheduler, self.cache, executor, model_name)
-        self.control.weights.load_adapter = self.adapters.load_as_model
+        self._outbox = Outbox()
+        made_of = self.limits, self.cache, self.scheduler, self.control, executor, self, self._outbox, clock, wake
+        self.features = make_features(EngineContext(config, facts, *made_of))
+        self._hooks = Hooks(self.features)
+        self.scheduler.use(self._hooks)
         self.grammars = Grammars(config, facts.vocab_size, self.limits.eos)
-        self.stopped = False
-        self._executor = executor
+        self.stopped, self._executor = False, executor
         self._depth = config.scheduler.steps_in_flight
         self._last_step: InFlightStep | None = None  # since the engine was last idle
         self._registry = Registry()
@@ -113,7 +115,7 @@ class EngineCore:
         self._mask_worker = MaskWorker(wake)
         self._front_ends = FrontEnds(emit, clock, self._gauges)
         self._admission = Admission(
-            config, limits=self.limits, registry=self._registry, scheduler=self.scheduler, adapters=self.adapters,
+            config, limits=self.limits, registry=self._registry, scheduler=self.scheduler, hooks=self._hooks,
             grammars=self.grammars, deadlines=self._deadlines, emit=emit, fail=self._fail, abort=self._abort,
             wake=wake, external=self._external,
         )  # fmt: skip
@@ -123,13 +125,24 @@ class EngineCore:
         self._held: list[tuple[bytes, Abort | Stall]] = []  # until no submission is being admitted
         self._leaving: deque[tuple[list[Request], str]] = deque()  # to be aborted, a part in each turn, and why
         self._status = self._state_now()
-        drafts = self._text_drafter or NoDrafts()
         self._profiler = Profiler(config.profiler, self, executor, clock)
         self._span = self._profiler.spans.span
         self._commands = Commands(
-            (self, self.control, self.control.weights, self.adapters, self._aborts, drafts, self._profiler), emit=emit,
-            at_boundary=lambda: not self.scheduler.in_flight, on_progress=self._send_status, wake=wake,
+            self._command_owners(), emit=emit, at_boundary=lambda: not self.scheduler.in_flight,
+            on_progress=self._send_status, wake=wake,
         )  # fmt: skip
+
+    def _command_owners(self) -> list[object]:
+        """The objects whose methods are commands."""
+        core = [
+            self,
+            self.control,
+            self.control.weights,
+            self._aborts,
+            self._text_drafter or NoDrafts(),
+            self._profiler,
+        ]
+        return [*core, *chain.from_iterable(feature.commands for feature in self.features)]
 
     # --- the loop ---
 
@@ -147,7 +160,10 @@ class EngineCore:
             self._send_status()
         self._poll_grammars()
         self._poll_external()
-        self._poll_adapters()
+        for poll in self._hooks.poll:
+            poll()
+        if self._outbox:
+            self._empty_outbox()
         if self._leaving:
             self._abort_leaving()
         if self._admission.busy:
@@ -159,7 +175,7 @@ class EngineCore:
         if in_flight:
             self._collect()
             return True
-        if self._admission.busy or self._leaving or self.adapters.slots.failed:
+        if self._admission.busy or self._leaving or self._outbox:
             return True
         if self.scheduler.num_waiting and not self._may_wait:
             raise RuntimeError(f"{self.scheduler.num_waiting} requests wait, but nothing runs: a bug of the scheduler")
@@ -173,11 +189,11 @@ class EngineCore:
 
     @property
     def _may_wait(self) -> bool:
-        """Whether requests may wait although nothing runs: for a command, a grammar, a mask, KV, an adapter, or their
+        """Whether requests may wait although nothing runs: for a command, a feature, a grammar, a mask, KV, or their
         client."""
         if self.control.may_be_idle or self._admission.pending or self._mask_worker or self._external.busy:
             return True
-        return self.scheduler.num_stalled > 0 or self.adapters.slots.busy
+        return self.scheduler.num_stalled > 0 or any(is_busy() for is_busy in self._hooks.is_busy)
 
     def _begin_step(self) -> bool:
         """Plan a step and begin its forward pass; whether there was anything to compute."""
@@ -233,12 +249,13 @@ class EngineCore:
             if request.finish is None:
                 self._fail(request, reason)
 
-    def _poll_adapters(self) -> None:
-        """Bring back adapters that requests wait for, and end the requests of those that cannot be."""
-        slots = self.adapters.slots
-        if (command := slots.due()) is not None:
-            self._commands.begin(command)
-        failed, slots.failed = slots.failed, []
+    def _empty_outbox(self) -> None:
+        """Do what features have asked for."""
+        outbox = self._outbox
+        commands, outbox.commands = outbox.commands, []
+        for begun in commands:
+            self._commands.begin(begun)
+        failed, outbox.failed = outbox.failed, []
         for request, reason in failed:
             if request.finish is None:
                 self._fail(request, reason)
@@ -413,8 +430,10 @@ class EngineCore:
     # --- status ---
 
     def _state_now(self) -> Status:
-        adapters = self.adapters
-        return msgspec.structs.replace(self.control.status(), adapters=adapters.listed(), num_loads=adapters.num_loads)
+        status = self.control.status()
+        for fields in self._hooks.status:
+            status = msgspec.structs.replace(status, **fields())
+        return status
 
     def _send_status(self) -> None:
         """Send a change of state to all front ends."""
@@ -524,7 +543,8 @@ class EngineCore:
     def _take_over(self, last: Any) -> Command:
         """Failover: be what the engine before was, by the `Status` that it sent last.  The first call of all."""
         was = msgspec.convert(last, Status)
-        self.adapters.take_over(was.adapters, was.num_loads)
+        for take_over in self._hooks.take_over:
+            take_over(was)
         return (yield from self.control.take_over(was))
 
 

@@ -169,10 +169,6 @@ class PlanBuilder:
         """The plan, whose positions and tokens count as computed and in flight from here on; `freed`: slots."""
         rows = self.rows
         requests = [row.request for row in rows]
-        if any([request.adapter is not None for request in requests]):
-            # neighbours, as the device reads the adapter of neighbours once
-            rows.sort(key=lambda row: -1 if row.request.adapter is None else row.request.adapter.slot)
-            requests = [row.request for row in rows]
         starts, blocks = [], []
         drafts: list[int] = []
         num_drafts = np.zeros(len(rows), np.int32)

@@ -22,8 +22,8 @@ from tokserve.engine.kv_cache.block_table import BlockTable
 from tokserve.engine.output.columns import PackedMasks, PackedRows, StepColumns
 from tokserve.engine.output.output_buffer import Limits, OutputBuffer
 from tokserve.engine.stopping import StopChecker
+from tokserve.engine.variant import Variant
 from tokserve.features.grammar.grammar import Grammar, GrammarState
-from tokserve.features.lora.adapter import Adapter
 from tokserve.features.speculation.draft_log import DraftLog
 from tokserve.features.speculation.draft_state import Corpus, DraftState, DrawState
 from tokserve.features.speculation.token_index import TokenIndex
@@ -65,7 +65,6 @@ class Request:
         "_draft_log",
         "_eos_allowed",
         "_follower",
-        "adapter",
         "admitted",
         "arrival",
         "blocks_sent",
@@ -111,12 +110,13 @@ class Request:
         "table",
         "task",
         "tokens",
+        "variant",
         "withheld",
     )
 
     def __init__(
         self, spec: EngineRequest, *, owner: bytes, number: int, received: float, limits: Limits,
-        adapter: Adapter | None = None, client: str = "", share: str | None = None,
+        client: str = "", share: str | None = None,
     ) -> None:  # fmt: skip
         """Raises RequestError for a request that cannot be served."""
         self.request_id = spec.request_id
@@ -127,7 +127,6 @@ class Request:
         self.owner = owner
         self.client, self.share = client, client if share is None else share
         self.number, self.received = number, received
-        self.adapter = adapter
         self.features, self.second = spec.prompt.features, spec.prompt.second
         self.prompt_only = (
             isinstance(task, PoolingParams) or task.max_tokens == 0
@@ -136,7 +135,8 @@ class Request:
         self.prompt_len = len(self.tokens)
         self.joint = _joint(spec.prompt.features, limits, self.prompt_len)
         check_features(spec.prompt.features, self.prompt_len, limits.feature_bytes)
-        self.table = BlockTable(spec.options.cache_salt or "", adapter, spec.prompt.features)
+        self.variant: Variant | None = None  # the weights beside the model's own that compute it
+        self.table = BlockTable(spec.options.cache_salt or "", None, spec.prompt.features)
         self.output = OutputBuffer(task, self.prompt_len, limits)
         self.stopping: StopChecker | None = None  # of a request that generates
         self.stop_ids: tuple[int, ...] = ()
@@ -236,11 +236,11 @@ class Request:
 
     @property
     def spans(self) -> list[tuple[str, str, int, int]]:
-        """(weight version, adapter's label or "", start, end) of output positions so far."""
+        """(weight version, variant's label or "", start, end) of output positions so far."""
         return self.output.spans(self.num_output)
 
-    def new_row(self) -> NewRow:
-        """What the device must know when the request enters its slot."""
+    def new_row(self, fields: dict[str, Any]) -> NewRow:
+        """What the device must know when the request enters its slot; `fields`: what features add to it."""
         return NewRow(
             slot=self.slot,
             request_id=self.request_id,
@@ -249,17 +249,21 @@ class Request:
             task=self.task,
             seed=self.seed,
             stop_ids=self.stop_ids,
-            adapter=-1 if self.adapter is None else self.adapter.slot,
             features=self.features,
             snapshot=self.snapshot,
             num_state=self.num_state,
             second=self.second,
+            **fields,
         )
+
+    def be_computed_by(self, variant: Variant) -> None:
+        """Other weights than the model's own compute it, from its first token on."""
+        self.variant = self.table.variant = variant
 
     def on_computed(self, version: str, count: int = 1, rejected: int = 0) -> None:
         """A step with these weights computed `count` positions, the last of which, `rejected`, do not stay."""
-        if count > rejected and (version != self.output.version or self.adapter is not None):
-            self.output.set_version(version, self.adapter, self.num_output, self.num_settled)
+        if count > rejected and (version != self.output.version or self.variant is not None):
+            self.output.set_version(version, self.variant, self.num_output, self.num_settled)
         self.num_settled += count
 
     def append(

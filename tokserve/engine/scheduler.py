@@ -12,18 +12,20 @@ import math
 from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import islice
+from typing import Any
 
 from tokserve.base.errors import StartError
 from tokserve.config import SchedulerConfig
 from tokserve.engine.counters import Counters, WeightEpochs
+from tokserve.engine.hooks import Hooks
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.output.columns import PackedMasks, PackedRows
 from tokserve.engine.plan_builder import InFlightStep, PlanBuilder, ScheduledRow
 from tokserve.engine.queue import POLICIES, Excess, Queue, QueueLimits
 from tokserve.engine.request import Request, State
+from tokserve.engine.variant import Variant
 from tokserve.features.fairness.fairness import FairQueue, Shares, choose_displaced, choose_victim
 from tokserve.features.fairness.pace import StepPace
-from tokserve.features.lora.adapter import Adapter
 from tokserve.features.speculation.drafter import Drafter
 from tokserve.protocol.messages import StepStats, StoreStats
 from tokserve.protocol.plan import NOT_FINITE, OK, StepPlan, StepResult
@@ -72,6 +74,7 @@ class Scheduler:
         self._config = config
         self._cache = cache
         self._drafter = drafter
+        self._hooks = Hooks()
         self._policy = policy = POLICIES[config.scheduling_policy]
         self._waiting = FairQueue(policy, self.shares)
         self._parked: set[Request] = set()  # stalled, and without a slot
@@ -87,6 +90,10 @@ class Scheduler:
         self._pace = StepPace()
         self._contended = -math.inf  # when a step was last planned with several clients
         self._answered = 0.0  # when the last result came
+
+    def use(self, hooks: Hooks) -> None:
+        """Ask these features from here on."""
+        self._hooks = hooks
 
     @property
     def num_waiting(self) -> int:
@@ -191,6 +198,8 @@ class Scheduler:
             return None
         if self._cache.snapshots is not None:
             self._plan_saves(builder)
+        for prepare in self._hooks.plan:
+            prepare(builder)
         plan, step = builder.build(self._step, self._freed, self.weights.version, now)
         self.in_flight.append(step)
         self._step += 1
@@ -369,25 +378,25 @@ class Scheduler:
         return self.counters.displaced > before
 
     def _may_enter(self, request: Request) -> bool:
-        """Whether it waits neither for the barrier, its adapter, its grammar or mask, a prefix that is being computed,
+        """Whether it waits neither for the barrier, a feature, its grammar or mask, a prefix that is being computed,
         nor its client."""
         if self.barrier is not None and request.number >= self.barrier:
             return False
-        if request.adapter is not None and not request.adapter.is_ready:
-            return False
         stalled = request.stalled and self.barrier is None
-        return request.is_ready_to_sample and not stalled and not self._cache.must_wait(request.table)
+        if not request.is_ready_to_sample or stalled or self._cache.must_wait(request.table):
+            return False
+        return all(may_enter(request) for may_enter in self._hooks.may_enter)
 
     def preempt_all(self) -> None:
         """Take slots and blocks from all running requests; no step may be in flight."""
         for request in list(self._running):
             self._preempt(request)
 
-    def restart_prompts(self, adapter: Adapter | None = None) -> None:
-        """All weights, or the adapter's, are other ones from this step boundary on: compute again what is begun of a
+    def restart_prompts(self, variant: Variant | None = None) -> None:
+        """All weights, or the variant's, are other ones from this step boundary on: compute again what is begun of a
         vector, or of a prompt's logprobs, as those that both have made are of neither."""
         for request in [*self._running, *self._waiting, *self._parked]:
-            if adapter in (None, request.adapter) and request.restart_prompt() and request.state is State.RUNNING:
+            if variant in (None, request.variant) and request.restart_prompt() and request.state is State.RUNNING:
                 self._preempt(request)
 
     def _stop_running(self, request: Request) -> None:
@@ -427,7 +436,10 @@ class Scheduler:
                 builder.held = True
             elif self._cache.allocate(request.table, request.tokens, hits, reserve=len(self._running)):
                 self._assign_slot(request, hits, now)
-                builder.new.append(request.new_row())
+                fields: dict[str, Any] = {}
+                for on_slot in self._hooks.on_slot:
+                    fields |= on_slot(request, hits)
+                builder.new.append(request.new_row(fields))
                 builder.add(request, count)
             else:
                 builder.short = True
@@ -438,8 +450,6 @@ class Scheduler:
         self.shares.admitted(request)
         request.state = State.RUNNING
         request.slot = self._free_slots.pop()
-        if request.adapter is not None:
-            request.adapter.has_served = True
         request.num_computed = request.num_settled = min(hits * self._cache.block_size, request.reusable)
         if self._cache.snapshots is not None:
             request.num_state = hits * self._cache.block_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tokserve.features.lora.adapter import Adapter
+from tokserve.engine.variant import Variant
 from tokserve.protocol.prompt import Feature
 
 
@@ -18,7 +18,6 @@ class BlockTable:
     """
 
     __slots__ = (
-        "adapter",
         "awaited",
         "blocks",
         "cache_salt",
@@ -30,16 +29,17 @@ class BlockTable:
         "may_load",
         "num_full",
         "prompt_blocks",
+        "variant",
     )
 
-    def __init__(self, cache_salt: str, adapter: Adapter | None = None, features: tuple[Feature, ...] = ()) -> None:
+    def __init__(self, cache_salt: str, variant: Variant | None = None, features: tuple[Feature, ...] = ()) -> None:
         self.cache_salt = cache_salt
-        self.adapter = adapter
+        self.variant = variant
         self.features = features
         self.blocks: list[int] = []
         self.hashes: list[bytes] = []
         self.num_full = self.prompt_blocks = 0
-        self.hash_seed = (-1, 0)  # generations of the cache and of the adapter that the hashes belong to
+        self.hash_seed = (-1, 0)  # generations of the cache and of the variant that the hashes belong to
         self.awaited: bytes | None = None
         self.keys: list[bytes] = []
         self.keys_seed: tuple[bytes, int, int] = (b"", -1, 0)

@@ -1,7 +1,7 @@
 """The prefix cache over the block pool: which blocks of a prompt are computed already, and the running block tables.
 
 The hash of a full block covers all tokens and features up to its end.  The chain begins with model, weight epoch,
-adapter and cache salt, and is keyed with a secret of this process, so that neither stale weights nor another tenant's
+variant and cache salt, and is keyed with a secret of this process, so that neither stale weights nor another tenant's
 text can be hit, not even on purpose.
 """
 
@@ -18,9 +18,9 @@ import msgspec
 
 from tokserve.engine.kv_cache.block_pool import BlockPool, CacheBroken
 from tokserve.engine.kv_cache.block_table import BlockTable, features_key
+from tokserve.engine.variant import Variant
 from tokserve.families.recurrent.snapshots import Snapshots
 from tokserve.features.kv.events import EventLog
-from tokserve.features.lora.adapter import Adapter
 from tokserve.protocol.messages import StoreStats
 
 
@@ -243,7 +243,7 @@ class PrefixCache:
                 table.hashes[first:end],
                 tokens,
                 first * self.block_size,
-                adapter=table.adapter,
+                variant=table.variant,
                 cache_salt=table.cache_salt,
                 features=table.features,
             )
@@ -251,7 +251,7 @@ class PrefixCache:
     def hold(self, table: BlockTable, count: int) -> BlockTable:
         """A table that holds the first `count` blocks of one that may be free again, as far as they are cached; one
         without blocks need not be freed."""
-        held = BlockTable(table.cache_salt, table.adapter)
+        held = BlockTable(table.cache_salt, table.variant)
         for block_hash in table.hashes[:count]:
             block = self.pool.lookup(block_hash)
             if block is None:
@@ -278,7 +278,7 @@ class PrefixCache:
     def begin_load(self, table: BlockTable, hits: int, count: int) -> BlockTable:
         """The `count` blocks after the first `hits` of a request that waits are pending from here on, for the table
         that is returned; it has no blocks yet."""
-        loading = BlockTable(table.cache_salt, table.adapter, table.features)
+        loading = BlockTable(table.cache_salt, table.variant, table.features)
         loading.hashes, loading.hash_seed = table.hashes[: hits + count], table.hash_seed
         loading.num_full = hits
         self._tables.add(loading)
@@ -287,7 +287,7 @@ class PrefixCache:
         return loading
 
     def is_current(self, table: BlockTable) -> bool:
-        """Whether neither the cache was reset nor the adapter replaced since the table's hashes were made."""
+        """Whether neither the cache was reset nor the variant replaced since the table's hashes were made."""
         return table.hash_seed == self._hash_seed(table)
 
     def place_load(self, loading: BlockTable) -> list[int] | None:
@@ -350,10 +350,10 @@ class PrefixCache:
         self._epoch = epoch
         self.reset()
 
-    def on_adapter_replaced(self, adapter: Adapter) -> None:
-        """The adapter has a new generation: blocks begun with the old one are not waited for."""
+    def on_variant_replaced(self, variant: Variant) -> None:
+        """The variant has a new generation: blocks begun with the old one are not waited for."""
         self._pending = {
-            block_hash: table for block_hash, table in self._pending.items() if table.adapter is not adapter
+            block_hash: table for block_hash, table in self._pending.items() if table.variant is not variant
         }
 
     def check(self) -> None:
@@ -376,7 +376,7 @@ class PrefixCache:
             del self._pending[block_hash]
 
     def _extend_hashes(self, table: BlockTable, tokens: array[int], count: int) -> None:
-        """Bring the chain to `count` hashes; begin anew if the cache was reset, or the adapter replaced."""
+        """Bring the chain to `count` hashes; begin anew if the cache was reset, or the variant replaced."""
         seed = self._hash_seed(table)
         if table.hash_seed != seed:
             table.hash_seed = seed
@@ -392,10 +392,10 @@ class PrefixCache:
             hashes.append(last)
 
     def _hash_seed(self, table: BlockTable) -> tuple[int, int]:
-        return self._generation, 0 if table.adapter is None else table.adapter.generation
+        return self._generation, 0 if table.variant is None else table.variant.generation
 
     def _root(self, table: BlockTable) -> bytes:
-        adapter = table.adapter
-        names = ("", 0) if adapter is None else (adapter.name, adapter.generation)
+        variant = table.variant
+        names = ("", 0) if variant is None else (variant.name, variant.generation)
         root = msgspec.msgpack.encode((self._model, self._epoch, *names, table.cache_salt, self._generation))
         return hashlib.blake2b(root, digest_size=32, key=self._key).digest()

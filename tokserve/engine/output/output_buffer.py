@@ -20,7 +20,7 @@ from tokserve.engine.output.columns import (
     RoutedColumns,
     StepColumns,
 )
-from tokserve.features.lora.adapter import Adapter
+from tokserve.engine.variant import Variant
 from tokserve.protocol.images import ImageFormat
 from tokserve.protocol.messages import Finish
 from tokserve.protocol.params import PoolingParams, SamplingParams
@@ -45,8 +45,8 @@ class _Era(NamedTuple):
     """The same weights compute from output token `token` on, which for those before it is position `position`."""
 
     version: str
-    generation: int  # of the adapter; 0: none
-    label: str  # of the adapter
+    generation: int  # of the variant; 0: none
+    label: str  # of the variant
     token: int
     position: int
 
@@ -79,7 +79,7 @@ class OutputBuffer:
         self._sent = False  # anything has been sent
         self._eras: list[_Era] = []
         self.version: str | None = None  # of the weights that computed the newest position
-        self._generation = 0  # of its adapter
+        self._generation = 0  # of its variant
         self.scores_are_finite = True  # no logprob of the prompt is NaN
         self.num_computed = 0  # prompt tokens whose KV was there at the end
         self._pooled = b""
@@ -104,12 +104,12 @@ class OutputBuffer:
             )
             self._first_prompt_row = self.next_prompt_row = max(task.prompt_logprobs_start, 1)
 
-    def set_version(self, version: str, adapter: Adapter | None, token: int, position: int) -> None:
+    def set_version(self, version: str, variant: Variant | None, token: int, position: int) -> None:
         """The positions from `position` on, and the output tokens from `token` on, are computed by these weights."""
-        generation = 0 if adapter is None else adapter.generation
+        generation = 0 if variant is None else variant.generation
         if version != self.version or generation != self._generation:
             self.version, self._generation = version, generation
-            self._eras.append(_Era(version, generation, "" if adapter is None else adapter.label, token, position))
+            self._eras.append(_Era(version, generation, "" if variant is None else variant.label, token, position))
 
     def forget_kv(self, num_output: int) -> None:
         """The KV is given back: weights that made nothing but that have no part in what comes."""
@@ -159,13 +159,13 @@ class OutputBuffer:
         self._pooled = vector.astype("<f4").tobytes()
 
     def spans(self, num_output: int) -> list[tuple[str, str, int, int]]:
-        """(weight version, adapter's label or "", start, end) of the first `num_output` output positions.  An empty
+        """(weight version, variant's label or "", start, end) of the first `num_output` output positions.  An empty
         span is of weights that computed KV on which the tokens after it depend, and none of the tokens."""
         bounds = pairwise([era.token for era in self._eras] + [num_output])
         return [(era.version, era.label, start, end) for era, (start, end) in zip(self._eras, bounds, strict=True)]
 
     def prompt_spans(self, end: int) -> list[tuple[str, int, int]]:
-        """(weight version with the adapter's label, start, end) of the KV of the first `end` prompt tokens, as the
+        """(weight version with the variant's label, start, end) of the KV of the first `end` prompt tokens, as the
         first output token found it."""
         eras = [era for era in self._eras if not era.token]
         starts = [0, *(era.position for era in eras[1:]), end]

@@ -27,8 +27,8 @@ def identity_of(parts: Mapping[str, str]) -> bytes:
 def content_keys(identity: bytes, table: BlockTable, tokens: array[int], count: int, block_size: int) -> list[bytes]:
     """Keys of the first `count` full blocks of a table whose hashes are current; none if the adapter's weights are not
     known."""
-    adapter = table.adapter
-    if adapter is not None and not adapter.digest:
+    variant = table.variant
+    if variant is not None and not variant.digest:
         return []
     seed = (identity, *table.hash_seed)
     if table.keys_seed != seed:
@@ -37,7 +37,7 @@ def content_keys(identity: bytes, table: BlockTable, tokens: array[int], count: 
     if keys:
         last = keys[-1]
     else:
-        root = (identity, "" if adapter is None else adapter.digest, table.cache_salt)
+        root = (identity, "" if variant is None else variant.digest, table.cache_salt)
         last = hashlib.blake2b(msgspec.msgpack.encode(root), digest_size=KEY_BYTES).digest()
     for index in range(len(keys), count):
         start, end = index * block_size, (index + 1) * block_size

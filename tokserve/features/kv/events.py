@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from tokserve.features.lora.adapter import Adapter
+from tokserve.engine.variant import Variant
 from tokserve.protocol.prompt import Feature
 
 MEDIUM = "GPU"  # vLLM's name for the memory that steps read, on whatever device
@@ -64,13 +64,13 @@ class EventLog:
         tokens: array[int],
         start: int,
         *,
-        adapter: Adapter | None = None,
+        variant: Variant | None = None,
         cache_salt: str = "",
         features: Sequence[Feature] = (),
     ) -> None:
         """Blocks of the tokens from position `start` on can be found."""
         self.add(
-            self.described(parent, hashes, tokens, start, adapter=adapter, cache_salt=cache_salt, features=features)
+            self.described(parent, hashes, tokens, start, variant=variant, cache_salt=cache_salt, features=features)
         )
 
     def add(self, event: Event) -> None:
@@ -84,14 +84,14 @@ class EventLog:
         tokens: array[int],
         start: int,
         *,
-        adapter: Adapter | None = None,
+        variant: Variant | None = None,
         cache_salt: str = "",
         features: Sequence[Feature] = (),
     ) -> BlockStored:
         """The event that tells of blocks of the tokens from position `start` on, in the memory that steps read."""
         size = self.block_size
         extra = [
-            _extra_keys(position, position + size, adapter, cache_salt, features)
+            _extra_keys(position, position + size, variant, cache_salt, features)
             for position in range(start, start + len(hashes) * size, size)
         ]
         return BlockStored(
@@ -99,9 +99,9 @@ class EventLog:
             None if parent is None else external(parent),
             tokens[start : start + len(hashes) * size].tolist(),
             size,
-            None if adapter is None else adapter.generation,
+            None if variant is None else variant.generation,
             MEDIUM,
-            None if adapter is None else adapter.name,
+            None if variant is None else variant.name,
             extra if any(extra) else None,
         )
 
@@ -128,10 +128,10 @@ class EventLog:
 
 
 def _extra_keys(
-    start: int, end: int, adapter: Adapter | None, cache_salt: str, features: Sequence[Feature]
+    start: int, end: int, variant: Variant | None, cache_salt: str, features: Sequence[Feature]
 ) -> tuple[Any, ...] | None:
     """What the hash of the block of positions `start` to `end` - 1 covers besides its tokens and the block before."""
-    keys: list[Any] = [] if adapter is None else [adapter.name]
+    keys: list[Any] = [] if variant is None else [variant.name]
     keys += [
         (feature.hash.hex(), feature.start - start)
         for feature in features

@@ -35,7 +35,7 @@ class StoredEvents:
                 table.hashes[index : index + 1],
                 tokens,
                 index * self._log.block_size,
-                adapter=table.adapter,
+                variant=table.variant,
                 cache_salt=table.cache_salt,
                 features=table.features,
             )

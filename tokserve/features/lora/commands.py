@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 
 from tokserve.base.errors import Conflict, NotFound, RequestError, StartError
-from tokserve.config import LoraConfig
-from tokserve.engine.admin.command import PREPARED, STEP_BOUNDARY, Command, RunningRequests, Wait, command
-from tokserve.engine.kv_cache.prefix_cache import PrefixCache
-from tokserve.engine.scheduler import Scheduler
-from tokserve.executor.base import Executor
+from tokserve.engine.admin.command import PREPARED, STEP_BOUNDARY, Command, Wait, command
+from tokserve.engine.features import EngineContext
+from tokserve.engine.hooks import EngineFeature
+from tokserve.engine.plan_builder import PlanBuilder
+from tokserve.engine.request import Request
 from tokserve.features.lora.adapter import Adapter
 from tokserve.features.lora.slot_assignment import AdapterSlots
-from tokserve.protocol.messages import LoadedAdapter
+from tokserve.protocol.messages import EngineRequest, LoadedAdapter, Status, Submit, SubmitReply
 
 logger = logging.getLogger(__name__)
 
@@ -30,39 +30,114 @@ MAX_NAME = 256
 NAME = re.compile(r"[^\x00-\x1f\x7f]+")
 
 
-class Adapters:
-    """The table of adapters by name; those of the configuration are loaded at once.  Raises StartError.  `model_name`:
-    the name that an adapter has whose directory comes as a weight update: it stands before the model itself.
+def make(context: EngineContext) -> EngineFeature:
+    """The adapters of an engine; without `--enable-lora`, what refuses them.  Raises StartError."""
+    feature = Adapters(context) if context.config.lora.enable_lora else NoAdapters()
+    context.control.weights.load_adapter = feature.load_as_model
+    return feature
+
+
+def _not_enabled() -> RequestError:
+    return RequestError("this server serves no adapters: start it with --enable-lora", field="lora_name")
+
+
+def _not_loaded(name: str) -> str:
+    return f"no adapter {name[:MAX_NAME]!r} is loaded"
+
+
+class NoAdapters(EngineFeature):
+    """Refuses requests that name an adapter, and the commands."""
+
+    def refuse(self, submit: Submit) -> SubmitReply | None:
+        name = next((spec.options.adapter for spec in submit.requests if spec.options.adapter), "")
+        return SubmitReply(submit.call_id, "model_not_found", _not_loaded(name)) if name else None
+
+    @command("load_lora_adapter")
+    def load(self, **_: Any) -> Any:
+        """Refuse the command."""
+        raise _not_enabled()
+
+    @command("unload_lora_adapter")
+    def unload(self, **_: Any) -> Any:
+        """Refuse the command."""
+        raise _not_enabled()
+
+    def load_as_model(self, *_: Any) -> Generator[Wait, Any, dict[str, Any]]:
+        """Refuse an adapter's directory as a weight update."""
+        yield from ()
+        raise _not_enabled()
+
+
+class Adapters(EngineFeature):
+    """The table of adapters by name; those of the configuration are loaded at once.  Raises StartError.  An adapter
+    whose directory comes as a weight update has the model's name: it stands before the model itself.
 
     A name stays until it is unloaded; which adapters are on the device at a time is up to `slots`."""
 
-    def __init__(
-        self,
-        config: LoraConfig,
-        requests: RunningRequests,
-        scheduler: Scheduler,
-        cache: PrefixCache,
-        executor: Executor,
-        model_name: str,
-    ) -> None:
-        self._config = config
-        self._requests = requests
-        self._scheduler = scheduler
-        self._cache = cache
-        self._executor = executor
-        self._model_name = model_name
+    def __init__(self, context: EngineContext) -> None:
+        config = context.config
+        self._config = config.lora
+        self._requests = context.requests
+        self._scheduler = context.scheduler
+        self._cache = context.cache
+        self._executor = context.executor
+        self._model_name = (config.server.served_model_name or [config.model.model])[0]
         self._by_name: dict[str, Adapter] = {}
-        self.slots = AdapterSlots(config.max_loras, requests, executor, evicts=config.lora_eviction == "lru")
+        self.slots = AdapterSlots(
+            config.lora.max_loras,
+            context.requests,
+            context.executor,
+            context.outbox,
+            evicts=config.lora.lora_eviction == "lru",
+        )
         self._placing: str | None = None  # the name of an adapter that waits for other engines
         self.num_loads = 0
         self._load_at_start()
 
-    def get(self, name: str) -> Adapter | None:
+    # --- hooks ---
+
+    def refuse(self, submit: Submit) -> SubmitReply | None:
+        for spec in submit.requests:
+            if spec.options.adapter and self._named(spec.options.adapter) is None:
+                return SubmitReply(submit.call_id, "model_not_found", _not_loaded(spec.options.adapter))
+        return None
+
+    def _named(self, name: str) -> Adapter | None:
         """The adapter that a request names."""
         adapter = self._by_name.get(name)
         if adapter is not None:
             self.slots.use(adapter)
         return adapter
+
+    def attach(self, request: Request, spec: EngineRequest) -> None:
+        adapter = self._named(spec.options.adapter)
+        if adapter is not None:
+            request.be_computed_by(adapter)
+
+    def may_enter(self, request: Request) -> bool:
+        adapter = request.variant
+        return not isinstance(adapter, Adapter) or adapter.is_ready
+
+    def on_slot(self, request: Request, hits: int) -> dict[str, Any]:
+        adapter = request.variant
+        if not isinstance(adapter, Adapter):
+            return {}
+        adapter.has_served = True
+        return {"adapter": adapter.slot}
+
+    def plan(self, builder: PlanBuilder) -> None:
+        """Rows of an adapter are neighbours, as the device reads the adapter of neighbours once."""
+        if any([row.request.variant is not None for row in builder.rows]):
+            builder.rows.sort(key=lambda row: -1 if row.request.variant is None else row.request.variant.slot)
+
+    def poll(self) -> None:
+        self.slots.poll()
+
+    def is_busy(self) -> bool:
+        return self.slots.busy
+
+    def status(self) -> dict[str, Any]:
+        return {"adapters": self.listed(), "num_loads": self.num_loads}
 
     def listed(self) -> list[LoadedAdapter]:
         """All adapters that requests may name."""
@@ -71,17 +146,17 @@ class Adapters:
             for _, adapter in sorted(self._by_name.items())
         ]
 
-    def take_over(self, listed: Collection[LoadedAdapter], num_loads: int) -> None:
+    def take_over(self, was: Status) -> None:
         """Failover: have the adapters of the engine before, which are read when a request names them unless they were
-        loaded at the start, and go on with its number of loads.  There must be no requests."""
+        loaded at the start, and go on with its number of loads."""
         for adapter in self.listed():
-            if adapter not in listed:
+            if adapter not in was.adapters:
                 self.slots.release(self._by_name.pop(adapter.name))
-        for name, path, generation, digest in map(msgspec.structs.astuple, listed):
+        for name, path, generation, digest in map(msgspec.structs.astuple, was.adapters):
             if name not in self._by_name:
                 anywhere = (name, path) in self._config.modules()
                 self._by_name[name] = Adapter(name, path, -1, generation, digest=digest, anywhere=anywhere)
-        self.num_loads = max(self.num_loads, num_loads)
+        self.num_loads = max(self.num_loads, was.num_loads)
 
     def _load_at_start(self) -> None:
         """Load the configured ones, from wherever they are."""
@@ -112,7 +187,6 @@ class Adapters:
         """Load a PEFT directory under the model's own name, so that requests for the model are for the adapter.
         `check`: is told whether the weights are the same as before, and raises if they may not come; `placed`: is told
         what was decided, at the step boundary from which on they serve."""
-        self._check_enabled()
         return (yield from self._load(self._model_name, path, None, check=check, placed=placed))
 
     def _load(
@@ -169,7 +243,7 @@ class Adapters:
         adapter.path, adapter.generation, adapter.anywhere = path, self.num_loads, anywhere
         adapter.digest = digest
         if not is_new:
-            self._cache.on_adapter_replaced(adapter)
+            self._cache.on_variant_replaced(adapter)
             self._scheduler.restart_prompts(adapter)
         self.slots.touch(adapter)
 
@@ -185,22 +259,16 @@ class Adapters:
     @command("unload_lora_adapter")
     def unload(self, lora_name: str) -> Command:
         """Forget an adapter: its name is unknown at once, its slot is free when its last request has ended."""
-        self._check_enabled()
         yield lambda: self._placing != lora_name
         adapter = self._by_name.pop(lora_name, None)
         if adapter is None:
-            raise NotFound(f"no adapter {lora_name[:MAX_NAME]!r} is loaded", field="lora_name", code="model_not_found")
-        yield lambda: all(request.adapter is not adapter for request in self._requests.live)
+            raise NotFound(_not_loaded(lora_name), field="lora_name", code="model_not_found")
+        yield lambda: all(request.variant is not adapter for request in self._requests.live)
         yield STEP_BOUNDARY
         self.slots.release(adapter)
         logger.info("adapter %s is unloaded", lora_name)
         return {"lora_name": lora_name}
 
     def _check(self, name: str) -> None:
-        self._check_enabled()
         if not 0 < len(name) <= MAX_NAME or not NAME.fullmatch(name):
             raise RequestError(f"lora_name must have 1 to {MAX_NAME} printable characters", field="lora_name")
-
-    def _check_enabled(self) -> None:
-        if not self._config.enable_lora:
-            raise RequestError("this server serves no adapters: start it with --enable-lora", field="lora_name")

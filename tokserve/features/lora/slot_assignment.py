@@ -11,20 +11,22 @@ from typing import Any
 
 from tokserve.base.errors import Conflict, RequestError
 from tokserve.engine.admin.command import STEP_BOUNDARY, Command, RunningRequests, Wait
-from tokserve.engine.request import Request
+from tokserve.engine.features import Outbox
 from tokserve.executor.base import Executor
 from tokserve.features.lora.adapter import Adapter
 
 
 class AdapterSlots:
     """`count` slots.  `evicts`: an adapter may lose its slot to another one.  `reading`: one adapter is read at a time.
-    `failed`: requests whose adapter cannot be brought back, and why; the core ends them."""
+    `outbox`: gets the command that brings back adapters, and the requests whose adapter cannot be."""
 
-    def __init__(self, count: int, requests: RunningRequests, executor: Executor, *, evicts: bool) -> None:
+    def __init__(
+        self, count: int, requests: RunningRequests, executor: Executor, outbox: Outbox, *, evicts: bool
+    ) -> None:
         self.reading = False
-        self.failed: list[tuple[Request, str]] = []
         self._requests = requests
         self._executor = executor
+        self._outbox = outbox
         self._evicts = evicts
         self._free = list(range(count - 1, -1, -1))  # a stack
         self._holders: list[Adapter] = []
@@ -67,15 +69,14 @@ class AdapterSlots:
 
     @property
     def busy(self) -> bool:
-        """Whether requests wait for their adapter, or must be ended without it."""
-        return bool(self._wanted or self.failed)
+        """Whether requests wait for their adapter."""
+        return bool(self._wanted)
 
-    def due(self) -> Command | None:
-        """The command that brings back the adapters that requests wait for, unless it runs already."""
-        if not self._wanted or self._is_bringing:
-            return None
-        self._is_bringing = True
-        return self._bring_back()
+    def poll(self) -> None:
+        """Begin the command that brings back the adapters that requests wait for, unless it runs already."""
+        if self._wanted and not self._is_bringing:
+            self._is_bringing = True
+            self._outbox.commands.append(self._bring_back())
 
     def _bring_back(self) -> Command:
         try:
@@ -85,7 +86,8 @@ class AdapterSlots:
                     yield from self._bring(adapter)
                 except RequestError as error:
                     reason = f"the adapter {adapter.name!r} could not be loaded again: {error.message}"
-                    self.failed += [(request, reason) for request in self._requests.live if request.adapter is adapter]
+                    late = [request for request in self._requests.live if request.variant is adapter]
+                    self._outbox.failed += [(request, reason) for request in late]
                 self._wanted.remove(adapter)
         finally:
             self._is_bringing = False
@@ -110,7 +112,7 @@ class AdapterSlots:
                 self.reading = False
 
     def _has_requests(self, adapter: Adapter) -> bool:
-        return any(request.adapter is adapter for request in self._requests.live)
+        return any(request.variant is adapter for request in self._requests.live)
 
     def _has_room(self) -> bool:
         """Whether a slot can be had now; if not, one is on its way: an adapter's requests that run may end, and no
@@ -128,8 +130,8 @@ class AdapterSlots:
         if not self._evicts:
             return None
         live = list(self._requests.live)
-        running = {request.adapter for request in live if request.slot >= 0}
-        waiting = {request.adapter for request in live}
+        running = {request.variant for request in live if request.slot >= 0}
+        waiting = {request.variant for request in live}
         idle = [one for one in self._holders if one not in running and (one.has_served or one not in waiting)]
         return min(idle, key=lambda adapter: (adapter in waiting, adapter.last_use), default=None)
 

@@ -1,0 +1,54 @@
+"""Which features an engine has, what they are made of, and what they ask of its loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tokserve.base.rooms import contributions
+from tokserve.config import Config
+from tokserve.engine.admin.command import Command, RunningRequests
+from tokserve.engine.admin.control import Control
+from tokserve.engine.hooks import EngineFeature
+from tokserve.engine.kv_cache.prefix_cache import PrefixCache
+from tokserve.engine.output.output_buffer import Limits
+from tokserve.engine.request import Request
+from tokserve.engine.scheduler import Scheduler
+from tokserve.executor.base import Executor
+from tokserve.protocol.plan import DeviceFacts
+
+
+@dataclass(slots=True)
+class Outbox:
+    """What features ask of the loop, which does it in the same turn.  `failed`: requests that cannot go on, and why;
+    `commands`: to begin."""
+
+    failed: list[tuple[Request, str]] = field(default_factory=list)
+    commands: list[Command] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.failed or self.commands)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineContext:
+    """What features are made of.  `clock`: that of the requests; `wake` is called, from any thread, when there is
+    something for `EngineFeature.poll`."""
+
+    config: Config
+    facts: DeviceFacts
+    limits: Limits
+    cache: PrefixCache
+    scheduler: Scheduler
+    control: Control
+    executor: Executor
+    requests: RunningRequests
+    outbox: Outbox
+    clock: Callable[[], float]
+    wake: Callable[[], None]
+
+
+def make_features(context: EngineContext) -> tuple[EngineFeature, ...]:
+    """The features of an engine, in the order of the rooms, in which their hooks are called.  Raises StartError."""
+    made = (make(context) for _, make in contributions("engine"))
+    return tuple(feature for feature in made if feature is not None)
