@@ -11,7 +11,8 @@ from tests.text.checkpoints import write_chatml
 from tokserve.base.errors import RequestError
 from tokserve.dialects.anthropic.conversation import TurnMessages
 from tokserve.dialects.anthropic.tool_list import ToolList
-from tokserve.dialects.openai.response_items import InputMessages
+from tokserve.dialects.openai.response_history import InputMessages
+from tokserve.dialects.openai.response_tools import ToolTable
 from tokserve.features.chat.chat import ChatTemplate
 from tokserve.features.images.parts import (
     ImageSlots,
@@ -260,7 +261,7 @@ def test_images_are_refused_in_system_and_continued_messages(template: ChatTempl
 
 
 def test_images_of_responses_and_of_messages_keep_their_paths(template: ChatTemplate) -> None:
-    items = InputMessages()
+    items = InputMessages(ToolTable())
     part = {"type": "input_image", "image_url": PIXEL, "detail": "low"}
     items.add("input[0]", {"role": "user", "content": [part, {"type": "input_text", "text": "a"}]})
     items.add("input[1]", {"role": "user", "content": [part]})

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.replies import good, named_events
+from tests.replies import good
 from tests.server.byte_tokenizer import TOKENIZER, ids
+from tests.server.response_events import events, put_together
 from tests.server.scripted_llm import endless, says
 from tests.server.site import Caller, Site, chat_site, site
 from tests.server.test_tools import ANSWERS, CALL, PARAMETERS
@@ -26,81 +27,16 @@ TOOLS: list[dict[str, Any]] = [
 ]
 NESTED = [{"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}} for tool in TOOLS]
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-ENDS = ("response.completed", "response.incomplete", "response.failed")
 
 
 def ask(s: Site, conversation: Any = "hi", **fields: Any) -> dict[str, Any]:
     return good(s.post(RESPONSES, {"input": conversation, "request_id": "r"} | fields))
 
 
-def events(text: str) -> list[dict[str, Any]]:
-    """The events of a stream, which are numbered."""
-    numbered = named_events(text)
-    assert [event["sequence_number"] for event in numbered] == list(range(len(numbered)))
-    return numbered
-
-
 def streamed(s: Site, conversation: Any = "hi", **fields: Any) -> list[dict[str, Any]]:
     answer = s.post(RESPONSES, {"input": conversation, "request_id": "r", "stream": True} | fields)
     assert answer.status_code == 200, answer.text
     return events(answer.text)
-
-
-def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last event's response, after a look at the order of all events and at what they add up to."""
-    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
-    for event in events[:2]:
-        assert event["response"]["status"] == "in_progress" and event["response"]["output"] == []
-    assert events[-1]["type"] in ENDS
-    rest = iter(events[2:-1])
-    items = [item_of(rest, event, place) for place, event in enumerate(iter_added(rest))]
-    response: dict[str, Any] = events[-1]["response"]
-    assert response["output"] == items and events[-1]["type"] == f"response.{response['status']}"
-    return response
-
-
-def iter_added(rest: Any) -> Any:
-    for event in rest:
-        assert event["type"] == "response.output_item.added", event
-        yield event
-
-
-def item_of(rest: Any, added: dict[str, Any], place: int) -> dict[str, Any]:
-    """One item from its events, up to its last."""
-    item: dict[str, Any] = added["item"]
-    assert added["output_index"] == place and item["status"] == "in_progress"
-    at = {"item_id": item["id"], "output_index": place}
-    name, part = "function_call_arguments", None
-    if item["type"] == "function_call":
-        assert item["arguments"] == ""
-    else:
-        event, at = next(rest), at | {"content_index": 0}
-        part = event["part"]
-        name = part["type"]
-        assert item["content"] == [] and part["text"] == "" and event["type"] == "response.content_part.added"
-        assert {"output_text": "message", "reasoning_text": "reasoning"}[name] == item["type"]
-    text, entries = "", []
-    for event in rest:
-        assert {key: event[key] for key in at} == at and len(event) > 3
-        if event["type"] != f"response.{name}.delta":
-            break
-        text += event["delta"]
-        entries += event.get("logprobs", [])
-    assert event["type"] == f"response.{name}.done" and event["arguments" if part is None else "text"] == text
-    assert event.get("logprobs", []) == entries
-    if part is None:
-        item["arguments"] = text
-        assert event["name"] == item["name"]
-    else:
-        part |= {"text": text} | ({"logprobs": entries} if name == "output_text" else {})
-        item["content"] = [part]
-        event = next(rest)
-        assert event["type"] == "response.content_part.done" and event["part"] == part
-    event = next(rest)
-    assert event["type"] == "response.output_item.done" and event["output_index"] == place
-    item["status"] = event["item"]["status"]
-    assert event["item"] == item and item["status"] in ("completed", "incomplete")
-    return item
 
 
 def text_of(reply: dict[str, Any]) -> str:
@@ -422,7 +358,7 @@ def test_fields_without_effect_are_listed() -> None:
         ({"input": [5]}, "input[0]", "object"),
         ({"input": [{}]}, "input[0].type", "required"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "nothing is stored"),
-        ({"input": [HI, {"type": "computer_call"}]}, "input[1].type", "it takes message, reasoning"),
+        ({"input": [HI, {"type": "frobnicate_call"}]}, "input[1].type", "it takes message, reasoning"),
         ({"input": [{"type": [1]}]}, "input[0].type", "not supported"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "developer"),
         ({"input": [{"role": ["user"], "content": "x"}]}, "input[0].role", "one of"),
@@ -464,8 +400,8 @@ def test_fields_without_effect_are_listed() -> None:
         ({"metadata": {"a": 1}}, "metadata.a", ""),
         ({"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}}, "text.format", "both"),
         ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex", ""),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "functions only"),
-        ({"tools": [{"name": "f"}]}, "tools[0].type", "must be 'function'"),
+        ({"tools": [{"type": "frobnicate"}]}, "tools[0].type", "it serves function, custom, namespace"),
+        ({"tools": [{"name": "f"}]}, "tools[0].type", "must be one of function"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "tools[0].name must"),
         ({"tools": [TOOLS[1], TOOLS[1]]}, "tools[1].name", "two tools"),
         ({"tools": [TOOLS[1] | {"parameters": 5}]}, "tools[0].parameters", "schema"),

@@ -29,12 +29,23 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "ping"}},
 ]
 NAMED = {"type": "function", "function": {"name": "weather"}}
+PING = {"type": "function", "function": {"name": "ping"}}
+ALLOWED = "tool_choice.allowed_tools.tools"
 ROME = '{"name": "weather", "arguments": {"city": "Rome"}}'
 CALL = f"<tool_call>\n{ROME}\n</tool_call>"
 
 
 def ask(s: Site, **fields: Any) -> dict[str, Any]:
     return good(s.post(CHAT, {"messages": MESSAGES, "tools": TOOLS, "request_id": "r"} | fields))
+
+
+def allowed(mode: str, *tools: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
+
+
+def other() -> dict[str, Any]:
+    """The choice of a function that no request has."""
+    return {"type": "function", "function": {"name": "other"}}
 
 
 def message(text: str, template: str = HERMES, **fields: Any) -> dict[str, Any]:
@@ -299,6 +310,34 @@ def test_tools_without_a_grammar_are_refused_with_structured_outputs() -> None:
     assert refusal(chat_site("a", "{{ tools }}"), response_format=VERDICT)[:2] == ("tools", "unsupported")
 
 
+def test_only_allowed_tools_are_called() -> None:
+    """The prompt shows all tools, so that a conversation keeps its prefix; the grammar has the allowed ones."""
+    grammar = forced(tool_choice=allowed("auto", PING))["grammar"]
+    assert '{"const": "ping"}' in grammar and "weather" not in grammar
+    assert forced(tool_choice=allowed("auto", PING, NAMED)) is None
+    schema = forced(tool_choice=allowed("required", PING))["json"]
+    assert schema == forced(tools=[TOOLS[1]], tool_choice="required")["json"]
+    verdict = forced(tool_choice=allowed("auto", PING), response_format=VERDICT)
+    assert verdict == forced(tools=[TOOLS[1]], response_format=VERDICT)
+    prompts = []
+    for choice in ("auto", allowed("auto", PING)):
+        s = chat_site(CALL)
+        actual = ask(s, tool_choice=choice)["choices"][0]["message"]
+        prompts.append(s.llm.calls[0].prompt)
+    assert prompts[0] == prompts[1] and functions(actual) == [("weather", '{"city": "Rome"}')]
+    bare = chat_site('{"name": "weather", "parameters": {"city": "Rome"}}', LLAMA)
+    assert "tool_calls" not in ask(bare, tool_choice=allowed("auto", PING))["choices"][0]["message"]
+    assert functions(ask(bare)["choices"][0]["message"]) == [("weather", '{"city": "Rome"}')]
+
+
+def test_allowed_tools_without_a_grammar_are_refused() -> None:
+    odd = [{"type": "function", "function": {"name": "a b"}}, TOOLS[1]]
+    choice = allowed("auto", {"type": "function", "function": {"name": "a b"}})
+    coder = chat_site("a", tool_call_parser="qwen3_coder")
+    param, code, words = refusal(coder, tools=odd, tool_choice=choice)
+    assert (param, code) == ("tool_choice", "unsupported") and words.startswith("tool_choice: some tools cannot")
+
+
 def strictly(**fields: Any) -> list[dict[str, Any]]:
     return [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True} | fields}, TOOLS[1]]
 
@@ -461,9 +500,16 @@ def test_unusable_options_are_refused_at_the_start() -> None:
     [
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": 5}, "tool_choice"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        ({"tool_choice": allowed("any")}, "tool_choice.allowed_tools.mode"),
+        ({"tool_choice": allowed("auto", {})}, "tool_choice.allowed_tools.tools[0].type"),
+        ({"tool_choice": allowed("auto", {"type": "function", "name": "ping"})}, f"{ALLOWED}[0].function"),
+        ({"tool_choice": allowed("auto", NAMED, {"type": "function", "function": {}})}, f"{ALLOWED}[1].function.name"),
+        ({"tool_choice": allowed("auto", other())}, f"{ALLOWED}[0].function.name"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}}, ALLOWED),
         ({"tool_choice": {"type": "function"}}, "tool_choice.function.name"),
-        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tool_choice": other()}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tools": None, "tool_choice": NAMED}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": "x"}}]}, "tools[0].function.strict"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -20,7 +20,9 @@ from tokserve.base.errors import NotFound, RequestError, invalid
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.dialects.openai import chat, schemas, tools
 from tokserve.dialects.openai.chat import ChatCall
-from tokserve.dialects.openai.response_items import InputMessages, Item, OutputItems
+from tokserve.dialects.openai.response_history import InputMessages
+from tokserve.dialects.openai.response_items import Item, OutputItems
+from tokserve.dialects.openai.response_tools import ChatTools, ToolTable
 from tokserve.dialects.openai.schemas import ChatBody, GeneratingBody, ResponsesBody
 from tokserve.features.chat.output_format import OutputFormat
 from tokserve.features.chat.parsing import Parser
@@ -37,7 +39,6 @@ ID_PREFIX = "resp_"
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # reasoning is sent as plain text, and accepted as such
 MESSAGE = re.compile(r"messages\[(\d+)\]")
-FUNCTION = re.compile(r"^(tools\[\d+\]|tool_choice)\.function\b")
 NAMES = {  # fields of chat, longer ones first, and their names here
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
@@ -47,6 +48,16 @@ NAMES = {  # fields of chat, longer ones first, and their names here
     "logprobs": "top_logprobs",
     "reasoning_effort": "reasoning.effort",
 }
+
+
+class ResponsesCall(NamedTuple):
+    """A request as a chat.  `tools`: its tools, and what the functions of the chat stand for; `raw`: as of
+    `ChatTools`."""
+
+    body: ResponsesBody
+    chat: ChatCall
+    tools: ToolTable
+    raw: str | None
 
 
 class InputDetails(msgspec.Struct):
@@ -128,9 +139,10 @@ class ResponsesReply(msgspec.Struct, kw_only=True):
 
 async def create(serving: Serving, request: Request) -> Response:
     """POST /v1/responses: a response with typed items, not stored"""
-    request_body, call = await read(serving, request)
+    responses_call = await read(serving, request)
+    call = responses_call.chat
     generation = await serving.start(request, call.generate, [call.prompt], call.fields)
-    render = ResponsesRenderer(serving, generation, request_body, call)
+    render = ResponsesRenderer(serving, generation, responses_call)
     return await sse.respond(
         generation, request, render, schemas.ignored_header(call.ignored), opening=render.opening, close=render.close
     )
@@ -145,33 +157,39 @@ async def stored(serving: Serving, request: Request) -> Response:
     )
 
 
-async def read(serving: Serving, request: Request) -> tuple[ResponsesBody, ChatCall]:
+async def read(serving: Serving, request: Request) -> ResponsesCall:
     """The body, and the chat call made from it; errors name the fields of the body."""
     request_body, ignored, size = await schemas.read(serving, request, ResponsesBody)
     schemas.check_stream(request_body, body.wants_msgpack(request))
     if isinstance(request_body.input, list):
         serving.check_messages(request_body.input, "input")
-    conversation = InputMessages()
+    table = ToolTable()
+    conversation = InputMessages(table)
 
-    def converse() -> ChatBody:
+    def converse() -> tuple[ChatTools, ChatBody]:
+        table.add_all("tools", request_body.tools or [])
         _add_input(request_body, conversation)
-        as_chat = _as_chat(request_body, conversation, serving.config.model.return_sampling_mask)
+        chat_tools = table.for_chat(request_body.tool_choice)
+        as_chat = _as_chat(request_body, conversation, chat_tools, serving.config.model.return_sampling_mask)
         tools.check(as_chat.tools, as_chat.tool_choice)
-        return as_chat
+        return chat_tools, as_chat
 
     try:
-        as_chat = await off_loop(request, size, converse)
+        chat_tools, as_chat = await off_loop(request, size, converse)
+        left_out = table.left_out + conversation.left_out
+        if left_out and serving.config.server.strict:
+            raise invalid(f"{left_out[0]}.type", "is one that only OpenAI's servers can use", code="unsupported")
         call = await chat.call_of(serving, request, as_chat, [], size)
     except RequestError as error:
         if error.field is not None:
-            errors.renamed(error, _responses_field(error.field, conversation.fields))
+            errors.renamed(error, _responses_field(error.field, conversation.fields, table))
         raise
-    fields = FieldPaths(
-        "input", others={name: _responses_field(chat_field, ()) for name, chat_field in call.fields.others.items()}
-    )
-    return request_body, call._replace(
-        ignored=ignored + [_responses_field(name, ()) for name in call.ignored], fields=fields
-    )
+    others = {name: _responses_field(field, (), table) for name, field in call.fields.others.items()}
+    if table.grammar_field is not None:
+        others["structured_outputs"] = table.grammar_field
+    ignored += [_responses_field(name, (), table) for name in call.ignored] + left_out
+    call = call._replace(ignored=ignored, fields=FieldPaths("input", others=others))
+    return ResponsesCall(request_body, call, table, chat_tools.raw)
 
 
 def _add_input(request_body: ResponsesBody, conversation: InputMessages) -> None:
@@ -188,7 +206,9 @@ def _add_input(request_body: ResponsesBody, conversation: InputMessages) -> None
             conversation.add(f"input[{i}]", item)
 
 
-def _as_chat(request_body: ResponsesBody, conversation: InputMessages, masks_by_default: bool) -> ChatBody:
+def _as_chat(
+    request_body: ResponsesBody, conversation: InputMessages, chat_tools: ChatTools, masks_by_default: bool
+) -> ChatBody:
     """The equivalent chat body, without sampling masks.  Its fields have been checked in this body."""
     text = request_body.text or schemas.TextOptions()
     included = request_body.include or []
@@ -203,19 +223,19 @@ def _as_chat(request_body: ResponsesBody, conversation: InputMessages, masks_by_
         raise RequestError("give structured_outputs or text.format, not both", field="text.format")
     if text_format is not None and text_format.get("type") == "json_schema":
         text_format = {"type": "json_schema", "json_schema": {k: v for k, v in text_format.items() if k != "type"}}
-    functions = request_body.tools and [_nested(f"tools[{i}]", tool) for i, tool in enumerate(request_body.tools)]
-    choice = request_body.tool_choice
-    names_function = isinstance(choice, dict) and choice.get("type") == "function"
+    generating = {name: getattr(request_body, name) for name in GeneratingBody.model_fields}
+    if chat_tools.grammar is not None:  # the call is forced, so there is no answer of another form
+        text_format, generating["structured_outputs"] = None, {"grammar": chat_tools.grammar}
     return ChatBody.model_construct(
-        **{name: getattr(request_body, name) for name in GeneratingBody.model_fields},
+        **generating,
         messages=conversation.messages,
         max_completion_tokens=request_body.max_output_tokens,
         return_sampling_mask=False if masks_by_default else None,
         logprobs=with_logprobs,
         top_logprobs=request_body.top_logprobs,
         response_format=text_format,
-        tools=functions,
-        tool_choice=_nested("tool_choice", choice) if names_function else choice,
+        tools=chat_tools.functions,
+        tool_choice=chat_tools.choice,
         parallel_tool_calls=request_body.parallel_tool_calls,
         max_tool_calls=request_body.max_tool_calls,
         reasoning_effort=request_body.reasoning.effort if request_body.reasoning else None,
@@ -223,22 +243,15 @@ def _as_chat(request_body: ResponsesBody, conversation: InputMessages, masks_by_
     )
 
 
-def _nested(field: str, flat: dict[str, Any]) -> dict[str, Any]:
-    """A function tool, or the choice of one, in the form of chat."""
-    if flat.get("type") != "function":
-        reason = "it has functions only, and no built-in tools"
-        errors.refuse_unsupported(f"{field}.type", flat.get("type"), reason=reason)
-        raise invalid(f"{field}.type", "must be 'function'")
-    return {"type": "function", "function": {name: value for name, value in flat.items() if name != "type"}}
-
-
-def _responses_field(field: str, input_fields: Sequence[str]) -> str:
+def _responses_field(field: str, input_fields: Sequence[str], table: ToolTable) -> str:
     """The field of the Responses body for a field of chat."""
     match = MESSAGE.match(field)
     if match:
         message = input_fields[int(match[1])]
         return message if message in ("instructions", "input") else message + field[match.end() :]
-    field = FUNCTION.sub(r"\1", field)
+    if table.grammar_field is not None and field.startswith("structured_outputs"):
+        return table.grammar_field
+    field = table.field_of(field)
     for chat_name, name in NAMES.items():
         if field == chat_name or field.startswith((chat_name + ".", chat_name + "[")):
             return name + field[len(chat_name) :]
@@ -252,7 +265,8 @@ def _ignore_event(name: str, fields: dict[str, Any]) -> None:
 class ResponsesRenderer:
     """Renders one answer as JSON, or as typed events."""
 
-    def __init__(self, serving: Serving, generation: Generation, request_body: ResponsesBody, call: ChatCall) -> None:
+    def __init__(self, serving: Serving, generation: Generation, responses_call: ResponsesCall) -> None:
+        request_body, call = responses_call.body, responses_call.chat
         self._generation = generation
         self._model = serving.answers_as(request_body.model)
         self._body = request_body
@@ -266,7 +280,15 @@ class ResponsesRenderer:
         pieces = serving.tokenizer.pieces(params.skip_special_tokens)
         offset = logprobs.TextOffset(pieces) if self._with_logprobs or output_format.thinking else None
         emit = self._emit if request_body.stream else _ignore_event
-        self._output = OutputItems(generation.key, tools.call_key(generation), parser, offset, emit)
+        self._output = OutputItems(
+            generation.key,
+            tools.call_key(generation),
+            parser,
+            offset,
+            emit,
+            responses_call.tools.served,
+            responses_call.raw,
+        )
         self._token_ids: list[int] = []
         self._last: ChoiceOutput | None = None
         self._events: list[bytes] = []

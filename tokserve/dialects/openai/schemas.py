@@ -50,6 +50,7 @@ SAMPLING = tuple(field for field in declared(SamplingParams) if field.name not i
 
 # Fields that may hold bytes in msgpack, also those of a request within a body: who reads them looks at them.
 PACKED = frozenset({"tokens", "prompt", "prompt_token_ids", "generate_response", "generate_responses"})
+SHOWN_PATH = re.compile(r"[A-Za-z_]\w*(?:\[\d+\])?(?:\.[A-Za-z_]\w*(?:\[\d+\])?)*", re.ASCII)  # of a field, in a header
 WITHIN = re.compile(r"^(chat|completion)_request\.")
 
 Body = TypeVar("Body", bound="RequestBody")
@@ -349,7 +350,7 @@ def _as_in_json(value: Any) -> Any:
 
 def ignored_header(names: list[str]) -> dict[str, str]:
     """The header `X-Ignored-Fields`, if there are any; names that no header can contain are left out."""
-    shown = [name for name in names if name.isascii() and all(map(str.isidentifier, name.split(".")))]
+    shown = [name for name in names if SHOWN_PATH.fullmatch(name)]
     return {"X-Ignored-Fields": ", ".join(shown)[:1000]} if shown else {}
 
 

@@ -42,6 +42,7 @@ NO_FORMAT = (
     "model's own template shows tools, name the format with --tool-call-parser); or force a call with tool_choice "
     '"required" or a named function'
 )
+ALLOWED_TOOLS = "tool_choice.allowed_tools"
 NESTED = 'in chat, name, description and parameters are in "function" (/v1/responses has them beside "type")'
 SWITCHED_OFF = (
     "this server does not read tool calls out of answers (--no-enable-auto-tool-choice); force a call with tool_choice "
@@ -138,15 +139,28 @@ class ToolPlan:
 PLAIN_TEXT = ToolPlan()
 
 
+class ToolChoice(NamedTuple):
+    """What a tool_choice asks for.  `mode`: one of MODES, or "named" with the `name` of a function.  `allowed`: the
+    functions that may be called; None: all of them."""
+
+    mode: str
+    name: str | None = None
+    allowed: tuple[str, ...] | None = None
+
+
 def check(tools: list[dict[str, Any]] | None, choice: Any) -> None:
     """Refuse invalid tools and an invalid tool_choice.  `choice`: the body's tool_choice."""
     check_functions(tools or [])
-    mode, name = _parse_choice(choice)
+    mode, name, allowed = _parse_choice(choice)
     if not tools and (mode == "required" or name is not None):
         raise RequestError("tool_choice: there are no tools to choose from", field="tool_choice")
     names = [tool["function"]["name"] for tool in tools or []]
     if name is not None and name not in names:
         raise RequestError(f"tool_choice: {name[:LONGEST_SHOWN]!r} is not one of the tools", field="tool_choice")
+    for i, allowed_name in enumerate(allowed or ()):
+        if allowed_name not in names:
+            field = f"{ALLOWED_TOOLS}.tools[{i}].function.name"
+            raise RequestError(f"{field}: {allowed_name[:LONGEST_SHOWN]!r} is not one of the tools", field=field)
 
 
 def check_functions(tools: list[dict[str, Any]]) -> None:
@@ -173,37 +187,61 @@ def check_functions(tools: list[dict[str, Any]]) -> None:
             raise invalid(f"{field}.type", "must be 'object': arguments have names")
 
 
-def _parse_choice(choice: Any) -> tuple[str, str | None]:
-    """The mode of a tool_choice, and the name of the function that it names."""
+def _parse_choice(choice: Any) -> ToolChoice:
     if choice is None:
-        return "auto", None
+        return ToolChoice("auto")
     if isinstance(choice, str):
         if choice not in MODES:
             raise invalid("tool_choice", f"must be one of {', '.join(MODES)} or name a function")
-        return choice, None
+        return ToolChoice(choice)
     if not isinstance(choice, dict):
         raise invalid("tool_choice", "must be a string or an object")
-    if choice.get("type") != "function":
-        kind = choice.get("type")
+    kind = choice.get("type")
+    if kind == "allowed_tools":
+        return _parse_allowed(choice.get("allowed_tools"))
+    if kind != "function":
         if not isinstance(kind, str):
-            raise invalid("tool_choice.type", "must be 'function'")
+            raise invalid("tool_choice.type", "must be 'function' or 'allowed_tools'")
         raise invalid(
             "tool_choice",
             f"of type {kind[:LONGEST_SHOWN]!r} is not supported by this server: send none, auto, "
-            "required, or name one function",
+            "required, allowed_tools, or name one function",
             code="unsupported",
         )
+    return ToolChoice("named", _chosen_name("tool_choice", choice))
+
+
+def _parse_allowed(allowed: Any) -> ToolChoice:
+    """The choice among some of the tools: `mode` is auto or required, `tools` names functions."""
+    if not isinstance(allowed, dict):
+        raise invalid(ALLOWED_TOOLS, "must be an object with mode and tools")
+    mode, entries = allowed.get("mode"), allowed.get("tools")
+    if mode not in ("auto", "required"):
+        raise invalid(f"{ALLOWED_TOOLS}.mode", "must be 'auto' or 'required'")
+    if not isinstance(entries, list) or not entries:
+        raise invalid(f"{ALLOWED_TOOLS}.tools", "must be a list of functions that is not empty")
+    names = []
+    for i, entry in enumerate(entries):
+        field = f"{ALLOWED_TOOLS}.tools[{i}]"
+        if not isinstance(entry, dict) or entry.get("type") != "function":
+            raise invalid(f"{field}.type", "must be 'function'")
+        names.append(_chosen_name(field, entry))
+    return ToolChoice(mode, allowed=tuple(names))
+
+
+def _chosen_name(field: str, choice: dict[str, Any]) -> str:
+    """The name of the function that `choice`, at `field`, refers to."""
     function = choice.get("function")
     if function is None and "name" in choice:
-        raise invalid("tool_choice.function", f"is required: {NESTED}")
+        raise invalid(f"{field}.function", f"is required: {NESTED}")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise invalid("tool_choice.function.name", "must be a string")
-    return "named", function["name"]
+        raise invalid(f"{field}.function.name", "must be a string")
+    return str(function["name"])
 
 
 def is_free(choice: Any) -> bool:
     """Whether the model decides about calls: then the prompt must show the tools."""
-    return _parse_choice(choice)[0] == "auto"
+    return _parse_choice(choice).mode == "auto"
 
 
 def make_plan(
@@ -227,14 +265,16 @@ def make_plan(
     if max_calls is not None and not 1 <= max_calls <= MAX_CALLS:
         raise invalid("max_tool_calls", f"must be from 1 to {MAX_CALLS}, got {max_calls}")
     max_calls = max_calls if parallel else 1
-    mode, name = _parse_choice(choice)
+    mode, name, allowed = _parse_choice(choice)
     if not tools or mode == "none":
         output_format = None if thinking is None else OutputFormat(thinking=thinking)
         if response_format is None:
             return ToolPlan(output_format)
         return ToolPlan(output_format, response_format.structured_outputs, response_format.source)
-    functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-    strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True}
+    callable_names = {tool["function"]["name"] for tool in tools} if allowed is None else set(allowed)
+    callable_tools = [tool["function"] for tool in tools if tool["function"]["name"] in callable_names]
+    functions = {function["name"]: function.get("parameters") or {} for function in callable_tools}
+    strict = {function["name"] for function in callable_tools if function.get("strict") is True}
     try:
         if name is not None:
             schema = _schemas(tools, (name,), strict)
@@ -252,7 +292,8 @@ def make_plan(
         if form is None:
             field = "tools" if choice is None else "tool_choice"
             raise RequestError(f"{field}: {no_form}", field=field, code="unsupported")
-        structured = _constraint(response_format, form, tools, strict, tokenizer, max_calls)
+        limited = len(functions) < len(tools)
+        structured = _constraint(response_format, form, tools, [*functions], strict, limited, tokenizer, max_calls)
         output_format = OutputFormat(form, thinking, functions, max_calls=max_calls, exact=structured is not None)
         return ToolPlan(output_format, structured, "tools" if response_format is None else response_format.field)
     except RecursionError:
@@ -263,25 +304,29 @@ def _constraint(
     response_format: ResponseFormat | None,
     form: ToolFormat,
     tools: list[dict[str, Any]],
+    names: Collection[str],
     strict: Collection[str],
+    limited: bool,
     tokenizer: Tokenizer,
     max_calls: int | None,
 ) -> StructuredOutputs | None:
-    """The structured outputs of an answer that may contain calls.  `strict`: names of strict functions."""
-    names = [tool["function"]["name"] for tool in tools]
+    """The structured outputs of an answer that may contain calls.  `names`: the functions that may be called, `strict`:
+    those of them that are strict; `limited`: there are tools that may not be called."""
     try:
         if response_format is not None:
             functions = _schemas(tools, names, strict)
             return tool_grammars.answer_or_calls(
                 response_format.structured_outputs, form, functions, tokenizer, max_calls=max_calls or DEFAULT_CALLS
             )
-        if not strict or form.bare:  # where a bare call begins is ambiguous
+        if not (strict or limited) or form.bare:  # where a bare call begins is ambiguous
             return None
         schemas = {**dict.fromkeys(names, ANY), **_schemas(tools, strict, strict)}
         return tool_grammars.text_or_calls(form, schemas, tokenizer, parallel=max_calls != 1)
     except tool_grammars.NotExpressible as error:
         field = "tools" if response_format is None else response_format.field
-        what = "tools: strict functions" if response_format is None else f"{field} and tools"
+        what = f"{field} and tools"
+        if response_format is None:
+            field, what = ("tool_choice", "tool_choice: some tools") if limited else (field, "tools: strict functions")
         words = f"{what} cannot be put in a grammar, as {form.name} writes calls: {error}"
         raise RequestError(words, field=field, code="unsupported") from None
 
