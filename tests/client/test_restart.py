@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.client.fake_engine import FakeEngine, config
@@ -19,6 +20,7 @@ from tokserve.client import engine_client
 from tokserve.client.async_llm import AsyncLLM, collect
 from tokserve.client.inputs import GenerateRequest
 from tokserve.client.launch import EngineProcess
+from tokserve.config import Config, LoraConfig
 from tokserve.protocol.messages import Announce, EndAnnouncement, Reply, Submit
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.prompt import TokenPrompt, pack_ids
@@ -75,6 +77,31 @@ def test_a_killed_engine_is_replaced_and_its_requests_may_be_sent_again(mode: An
         assert caught.value.code == "engine_dead" and caught.value.retry_after is None
         await llm.shutdown()
         assert has_ended(pid_of(llm))
+
+    asyncio.run(scene())
+
+
+def test_the_next_engine_loads_no_adapters_at_its_start(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes them over: a directory that has gone meanwhile must not end its start."""
+    mode("serve")
+    start, modules = engine_client.start_engine, []
+
+    def recorded(config: Config, *args: Any) -> Any:
+        modules.append(config.lora.lora_modules)
+        return start(config, *args)
+
+    monkeypatch.setattr(engine_client, "start_engine", recorded)
+
+    async def scene() -> None:
+        lora = LoraConfig(enable_lora=True, lora_modules=["a=/a"])
+        base = config(tokens_only=True, runtime={"restart_engine": 1})
+        llm = AsyncLLM.from_config(msgspec.structs.replace(base, lora=lora))
+        await llm.start()
+        os.kill(pid_of(llm), signal.SIGKILL)
+        await until(lambda: llm.down is not None)
+        await llm.restored()
+        assert modules == [["a=/a"], None]
+        await llm.shutdown()
 
     asyncio.run(scene())
 

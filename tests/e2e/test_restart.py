@@ -12,10 +12,12 @@ import httpx
 import psutil
 import pytest
 
+from tests.adapters import write_adapter
 from tests.e2e.server import Server
 from tests.e2e.test_api_servers import in_flight, via
 from tests.e2e.test_rl import variant
 from tests.waiting import PATIENCE, until
+from tokserve.checkpoint import DEMO_DIR
 
 GENERATE = "/inference/v1/generate"
 FLAGS = ("--tokens-only", "--max-num-seqs", "4", "--restart-engine", "2", "--step-timeout", "3")
@@ -146,6 +148,29 @@ def test_an_engine_that_slept_sleeps_on_and_pushed_weights_are_missed(tmp_path: 
         assert push(client, pushed, "step-120") == 4
         assert client.post(GENERATE, json=fixed).json()["choices"] == expected
         assert client.get("/server_info").json()["engine"]["weight_version"] == "step-120"
+
+
+@pytest.mark.slow
+def test_an_adapter_of_the_start_that_is_gone_fails_its_requests_only(tmp_path: Path) -> None:
+    paths = {name: write_adapter(tmp_path / name, DEMO_DIR) for name in ("here", "gone")}
+    modules = ("--enable-lora", "--lora-modules", *(f"{name}={path}" for name, path in paths.items()))
+    body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 3, "seed": 1, "ignore_eos": True}}
+    with (
+        Server("demo", "--dtype", "float32", *FLAGS, *modules) as server,
+        httpx.Client(base_url=server.url, timeout=PATIENCE) as client,
+    ):
+        expected = [client.post(GENERATE, json=body | {"model": name}).json()["choices"] for name in paths]
+        paths["gone"].rename(tmp_path / "elsewhere")
+        server.engine().kill()
+        until(lambda: replaced(server) == 1, server.log)
+        until(lambda: status(server) == "ready", server.log)
+        assert any("adapter gone is not there" in line for line in server.log)
+        served = client.post(GENERATE, json=body | {"model": "here"})
+        assert served.json()["choices"] == expected[0]
+        failed = client.post(GENERATE, json=body | {"model": "gone"})
+        assert "'gone' could not be loaded again" in failed.text, (failed.status_code, failed.text)
+        (tmp_path / "elsewhere").rename(paths["gone"])
+        assert client.post(GENERATE, json=body | {"model": "gone"}).json()["choices"] == expected[1]
 
 
 @pytest.mark.slow

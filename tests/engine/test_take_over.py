@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.engine.harness import Engine
@@ -220,6 +222,26 @@ def test_adapters_are_those_of_the_engine_before() -> None:
     other.run()
     assert other.received["r"].outputs[-1].spans == [("v1+b@6", 0, 3)]
     other.check_complete("r")
+
+
+def test_adapters_that_cannot_be_read_again_fail_their_requests_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"enable_lora": True, "max_loras": 2}
+    engine = Engine(**options, lora_modules=["gone=/gone", f"here={tmp_path}"])
+    last = engine.core._state_now()
+    missing, present = last.adapters
+    assert missing.anywhere and present.anywhere
+    last = msgspec.structs.replace(last, adapters=[msgspec.structs.replace(missing, path="bad"), present])
+    other = Engine(**options)
+    ask(other, "take_over", last=last)
+    assert other.feature(Adapters).listed() == last.adapters
+    assert "adapter gone is not there: bad" in caplog.text and "adapter here" not in caplog.text
+    for name in ("here", "gone"):
+        other.add(name, PROMPT, adapter=name, max_tokens=3, ignore_eos=True)
+    other.run()
+    assert other.received["here"].outputs[-1].spans == [("v1+here@2", 0, 3)] and other.executor.adapter_from_anywhere
+    assert "'gone' could not be loaded again: no adapter" in str(other.finish("gone").message)
 
 
 def test_a_quarantine_ends_where_the_last_weights_can_be_had_again() -> None:

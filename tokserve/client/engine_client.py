@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
+import msgspec
+
 from tokserve.base.errors import BY_STATUS, EngineDead, RequestError, RequestFailed, StartError
 from tokserve.base.processes import see_log
 from tokserve.client.client_socket import ClientSocket
@@ -118,8 +120,11 @@ class EngineClient:
         return await self.joined()
 
     def _process(self) -> EngineHandle:
+        config = self._config
+        if self.lost is not None:  # `take_over` names the adapters; one that cannot be read must not end the start
+            config = msgspec.structs.replace(config, lora=msgspec.structs.replace(config.lora, lora_modules=None))
         try:
-            return start_engine(self._config, self._process_name, self._environment)
+            return start_engine(config, self._process_name, self._environment)
         except OSError as error:
             raise StartError(f"the engine process could not be started: {error.strerror}") from error
 

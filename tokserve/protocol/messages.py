@@ -412,12 +412,13 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 class LoadedAdapter(msgspec.Struct, frozen=True, array_like=True):
     """A LoRA adapter that requests may name.  `generation` rises with every load of any adapter.  `digest`: of its
-    weights."""
+    weights.  `anywhere`: the operator has named its directory."""
 
     name: str
     path: str
     generation: int
     digest: str = ""
+    anywhere: bool = False
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True, tag=5):

@@ -7,6 +7,7 @@ steps; an unload lets the adapter's requests end first.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
@@ -142,20 +143,26 @@ class Adapters(EngineFeature):
     def listed(self) -> list[LoadedAdapter]:
         """All adapters that requests may name."""
         return [
-            LoadedAdapter(adapter.name, adapter.path, adapter.generation, adapter.digest)
+            LoadedAdapter(adapter.name, adapter.path, adapter.generation, adapter.digest, adapter.anywhere)
             for _, adapter in sorted(self._by_name.items())
         ]
 
     def take_over(self, was: Status) -> None:
-        """Failover: have the adapters of the engine before, which are read when a request names them unless they were
-        loaded at the start, and go on with its number of loads."""
+        """Failover: have the adapters of the engine before, and go on with its number of loads.  They are read when
+        requests name them, unless they were loaded at the start."""
         for adapter in self.listed():
             if adapter not in was.adapters:
                 self.slots.release(self._by_name.pop(adapter.name))
-        for name, path, generation, digest in map(msgspec.structs.astuple, was.adapters):
+        for name, path, generation, digest, anywhere in map(msgspec.structs.astuple, was.adapters):
             if name not in self._by_name:
-                anywhere = (name, path) in self._config.modules()
                 self._by_name[name] = Adapter(name, path, -1, generation, digest=digest, anywhere=anywhere)
+                if not os.path.isdir(path):
+                    logger.warning(
+                        "the directory of the adapter %s is not there: %s; its requests fail until it is there again, "
+                        "or another is loaded under this name",
+                        name,
+                        path,
+                    )
         self.num_loads = max(self.num_loads, was.num_loads)
 
     def _load_at_start(self) -> None:
