@@ -44,7 +44,7 @@ def check(document: Schema, response: httpx.Response, *, without_bodies: Contain
 def _operation(document: Schema, path: str, method: str) -> Schema | None:
     paths: Schema = document["paths"]
     patterns = (name for name in paths if "{" in name and re.fullmatch(name.replace("{id}", ".+"), path))
-    known: Schema = paths.get(path) or paths.get(next(patterns, ""), {})
+    known: Schema = paths.get(path) or paths.get(max(patterns, key=len, default=""), {})
     return known.get(method.lower())
 
 

@@ -48,7 +48,8 @@ class Site:
         """Its OpenAPI document; the names of models may be those of another site."""
         config = self.llm.config
         server = config.server
-        kind = (server.sglang_api, server.tokens_only, server.ui, config.model.runner)
+        rooms = repr(config.rooms)
+        kind = (server.sglang_api, server.tokens_only, server.ui, config.model.runner, rooms)
         if kind not in DOCUMENTS:
             DOCUMENTS[kind] = self.app.openapi()
         return DOCUMENTS[kind]

@@ -24,6 +24,7 @@ ROOMS: dict[str, str] = {  # module of the room, by its name; routes of a later 
     "trainers": "tokserve.dialects.trainers.room",
     "sagemaker": "tokserve.dialects.sagemaker.room",
     "sglang": "tokserve.dialects.sglang.room",
+    "sessions": "tokserve.features.sessions.room",
 }
 
 

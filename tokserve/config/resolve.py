@@ -18,6 +18,7 @@ from tokserve import checkpoint
 from tokserve.base import cgroups
 from tokserve.base.cpu_list import cpu_list
 from tokserve.base.errors import StartError
+from tokserve.base.rooms import contributions
 from tokserve.config import (
     DEFAULT_BLOCK_SIZE,
     Config,
@@ -99,6 +100,8 @@ def resolve(config: Config) -> Config:
         ),
     )
     check(resolved)
+    for _, check_room in contributions("check"):
+        check_room(resolved)
     if both_ways:
         check_encoder(resolved)
     _warn(resolved)

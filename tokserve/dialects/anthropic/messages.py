@@ -16,9 +16,9 @@ from starlette.responses import Response
 from tokserve.base.errors import RequestError, invalid
 from tokserve.dialects.anthropic.bodies import CountTokensBody, JsonOutputOptions, MessagesBody
 from tokserve.dialects.anthropic.conversation import TurnMessages
-from tokserve.dialects.anthropic.reply import MessagesRenderer
+from tokserve.dialects.anthropic.reply import MessagesRenderer, returned_message
 from tokserve.dialects.anthropic.tool_list import ToolList
-from tokserve.dialects.openai import chat, schemas, tools
+from tokserve.dialects.openai import chat, chat_prompts, schemas, tools
 from tokserve.dialects.openai import render as token_requests
 from tokserve.dialects.openai.chat import ChatCall
 from tokserve.dialects.openai.schemas import ChatBody
@@ -72,6 +72,8 @@ async def create(serving: Serving, request: Request) -> Response:
     """POST /v1/messages: a message in the format of Anthropic's API"""
     call = await read(serving, request)
     generation = await serving.start(request, call.generate, [call.prompt], call.fields)
+    if call.turn is not None:
+        call.turn.attach(generation, lambda choice: returned_message(generation, call, choice))
     renderer = MessagesRenderer(serving, generation, call)
     headers = {"request-id": generation.request_id, **schemas.ignored_header(call.ignored)}
     return await sse.respond(generation, request, renderer, headers, close=renderer.close)
@@ -83,7 +85,7 @@ async def count_tokens(serving: Serving, request: Request) -> Response:
 
     converted = await off_loop(request, size, lambda: _as_chat(serving, request_body))
     try:
-        prompt = await chat.prompt_of(serving, request, converted.body, size, converted.body.reasoning_effort)
+        prompt = await chat_prompts.prompt_of(serving, request, converted.body, size, converted.body.reasoning_effort)
     except RequestError as error:
         raise _with_messages_field(error, converted.fields) from None
     tokens = len(prompt.ids) // 4
@@ -135,6 +137,7 @@ def _as_chat(serving: Serving, request_body: CountTokensBody) -> ChatRequest:
         "chat_template_kwargs": variables | (request_body.chat_template_kwargs or {}),
         "response_format": _response_format(request_body),
         "continue_final_message": conversation.is_to_be_continued or None,
+        "session_id": (request_body.model_extra or {}).get("session_id"),
     }
     if isinstance(request_body, MessagesBody):
         if request_body.max_tokens < 1:  # chat has a number for no limit

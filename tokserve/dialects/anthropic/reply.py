@@ -275,5 +275,26 @@ class MessagesRenderer:
         return events
 
 
+def returned_message(generation: Generation, call: ChatCall, choice: ChoiceOutput) -> dict[str, Any]:
+    """The message that a client gets for a whole choice, as it is in chat."""
+    parser = Parser(call.plan.output_format or OutputFormat(), call.start, whole_calls=True)
+    output = OutputBlocks(tools.call_key(generation), parser, _ignore_event)
+    output.push(choice.text or "", final=True, cut=choice.finish_reason == "length")
+    texts: dict[str, list[str]] = {"content": [], "reasoning": []}
+    calls: list[dict[str, Any]] = []
+    for block in output.blocks:
+        match block:
+            case TextBlock():
+                texts["content"].append(block.text)
+            case ThinkingBlock():
+                texts["reasoning"].append(block.thinking)
+            case ToolUseBlock():
+                function = {"name": block.name, "arguments": msgspec.json.encode(block.input).decode()}
+                calls.append({"id": block.id, "type": "function", "function": function})
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts["content"])}
+    message |= {"reasoning": "".join(texts["reasoning"])} if texts["reasoning"] else {}
+    return message | ({"tool_calls": calls} if calls else {})
+
+
 def _detail(c: ChoiceOutput) -> StopDetail | UnsetType:
     return UNSET if c.stop_detail in EXACT else StopDetail(c.stop_detail, c.message)

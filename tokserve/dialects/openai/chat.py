@@ -18,20 +18,26 @@ from tokserve.base.errors import RequestError
 from tokserve.client.inputs import GenerateRequest, token_prompt
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.dialects.openai import schemas, tools
-from tokserve.dialects.openai.schemas import ChatBody, TokenizeBody
+from tokserve.dialects.openai.chat_prompts import (
+    THINKING,
+    followed_prompt,
+    may_render,
+    prompt_of,
+    returned_message,
+    template_effort,
+)
+from tokserve.dialects.openai.schemas import ChatBody
 from tokserve.dialects.openai.tools import OutputParser, ParsedDelta, ResponseFormat, ToolCall, ToolPlan
 from tokserve.features.beams.beam_fields import beam_params
 from tokserve.features.beams.beam_search import BeamSearchParams
+from tokserve.features.chat.conversation_hooks import ConversationTurn
 from tokserve.features.chat.output_format import AnswerStart
 from tokserve.features.grammar import structured
-from tokserve.features.images import request_images
-from tokserve.features.images.media.images import image_slots
-from tokserve.features.images.parts import ImageSlots
 from tokserve.features.speculation.draft_metrics import ReplyMetrics
 from tokserve.features.speculation.prediction import with_prediction
 from tokserve.protocol.params import SamplingParams, StructuredOutputs
-from tokserve.protocol.prompt import TokenPrompt, pack_ids, unpack_ids
-from tokserve.server.generation import CompletionTokensDetails, ReplyContext, Usage
+from tokserve.protocol.prompt import TokenPrompt, unpack_ids
+from tokserve.server.generation import CompletionTokensDetails, Generation, ReplyContext, Usage
 from tokserve.server.http.body import encode_json, wants_msgpack
 from tokserve.server.http.workers import off_loop
 from tokserve.server.replies import logprobs, sampling_masks, sse
@@ -42,7 +48,6 @@ from tokserve.server.serving import FieldPaths, Serving
 
 ID_PREFIX = "chatcmpl-"
 SWITCHES = ("enable_thinking", "thinking")  # variables that are false where no reasoning is wanted
-THINKING = ("enable_thinking", "reasoning_effort")  # what templates of models that think read; a body's effort is both
 
 
 class Message(msgspec.Struct):
@@ -156,6 +161,7 @@ class ChatCall(NamedTuple):
     plan: ToolPlan
     start: AnswerStart
     beams: BeamSearchParams | None
+    turn: ConversationTurn | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -168,10 +174,22 @@ async def respond(
 ) -> Response:
     """Generate, and answer with what `renderer` makes of it; None: chat's own."""
     generation = await serving.start(request, call.generate, [call.prompt], call.fields, beams=call.beams)
+    follow(serving, generation, call)
     render = (renderer or ChatRenderer)(
         serving, generation, call.body, call.params, reader_of(serving, call.plan, generation, call.params, call.start)
     )
     return await sse.respond(generation, request, render, schemas.ignored_header(call.ignored))
+
+
+def follow(serving: Serving, generation: Generation, call: ChatCall) -> None:
+    """Have the turn of a conversation that a room follows take part in the output.  Called once, before any of it."""
+    if call.turn is None:
+        return
+
+    def message(choice: ChoiceOutput) -> dict[str, Any]:
+        return returned_message(choice, reader_of(serving, call.plan, generation, call.params, call.start))
+
+    call.turn.attach(generation, message)
 
 
 async def read(serving: Serving, request: Request, *, prompt: str = "messages", replies: bool = True) -> ChatCall:
@@ -204,6 +222,7 @@ async def call_of(
     plan, params = await off_loop(request, size, plan_and_params)
     bare = serving.request_of(request, body, params)
     generate = await off_loop(request, size, lambda: with_prediction(serving, body, bare))
+    turn: ConversationTurn | None = None
     if source != "messages":
         ids = getattr(body, source)
         if ids is None:
@@ -212,7 +231,11 @@ async def call_of(
     else:
         if body.tokens is not None:
             raise RequestError("tokens belongs to /v1/chat/completions/tokens", field="tokens")
-        prompt = await prompt_of(serving, request, body, size, body.reasoning_effort)
+        has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
+        if replies and beam_params(body, params) is None:
+            prompt, turn = await followed_prompt(serving, request, body, size, keeps_logprobs=has_logprobs)
+        else:
+            prompt = await prompt_of(serving, request, body, size, body.reasoning_effort)
     for field, variables in _template_fields(body):
         reads = (serving.template.reads(name, body.chat_template, bool(body.tools)) for name in variables)
         if source != "messages" or not any(reads):
@@ -224,10 +247,23 @@ async def call_of(
         start, form = await off_loop(request, size, lambda: _beginning(serving, body, plan, unpack_ids(prompt.ids)))
         params = plan.with_stops_after(msgspec.structs.replace(params, structured_outputs=form), start)
         generate = msgspec.structs.replace(generate, task=params)
+    if turn is not None:
+        generate = of_turn(generate, params, turn)
+        ignored = [name for name in ignored if name != "session_id"]
     others = {"logprobs": "top_logprobs", "extra_args": "vllm_xargs"}
     others["max_tokens"], others["beam_width"] = schemas.output_limit(body)[1], "n"
     fields = _fields(plan.form_field, source, **others)
-    return ChatCall(body, ignored, params, generate, prompt, fields, plan, start, beam_params(body, params))
+    return ChatCall(body, ignored, params, generate, prompt, fields, plan, start, beam_params(body, params), turn)
+
+
+def of_turn(generate: GenerateRequest, params: SamplingParams, turn: ConversationTurn) -> GenerateRequest:
+    """The request of a turn that a room follows: with the logprobs of its tokens, on the conversation's engine."""
+    if params.logprobs is None and not params.logprob_token_ids:
+        params = msgspec.structs.replace(params, logprobs=0)
+    options = generate.options
+    if options.data_parallel_rank is None and turn.rank is not None:
+        options = msgspec.structs.replace(options, data_parallel_rank=turn.rank)
+    return msgspec.structs.replace(generate, task=params, options=options)
 
 
 def _template_fields(body: ChatBody) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -242,60 +278,6 @@ def _fields(source: str | None, prompt: str = "messages", **others: str) -> Fiel
     """How errors name what a chat body says.  `source`: a plan's."""
     form = {} if source is None else {"structured_outputs": source}
     return FieldPaths(prompt, others=others | form)
-
-
-async def prompt_of(
-    serving: Serving, request: Request, body: ChatBody | TokenizeBody, size: int, effort: str | None = None
-) -> TokenPrompt:
-    """The conversation as a prompt, with its images.  `size`: bytes of the body; `effort`: as `rendered` takes it."""
-    reader = serving.images
-    slots = None if reader is None else image_slots(reader.kind, lambda token: serving.tokenizer.decode([token], False))
-    ids = await off_loop(request, size, lambda: rendered(serving, body, effort, slots))
-    if slots is None or not slots.images:
-        return TokenPrompt(pack_ids(ids))
-    return await request_images.fetched(serving, request, ids, slots.images, "messages")
-
-
-def rendered(
-    serving: Serving, body: ChatBody | TokenizeBody, effort: str | None = None, slots: ImageSlots | None = None
-) -> list[int]:
-    """The conversation as token ids.  `effort`: the body's reasoning_effort; variables that it sends itself win.
-    `slots`: takes the images; None: they are refused."""
-    if body.messages is None:
-        raise RequestError("messages is required", field="messages")
-    serving.check_messages(body.messages, "messages")
-    if body.chat_template is not None and not _may_render(serving, body.chat_template):
-        raise RequestError(
-            "chat_template: templates from requests are refused (see --trust-request-chat-template)",
-            field="chat_template",
-            code="untrusted_template",
-        )
-    try:
-        return serving.template.render(
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=bool(body.continue_final_message),
-            tools=body.tools,
-            documents=body.documents,
-            template=body.chat_template,
-            kwargs=_effort(effort) | (body.chat_template_kwargs or {}),
-            add_special_tokens=bool(body.add_special_tokens),
-            context=serving.llm.ready.max_model_len,
-            must_show_tools=not isinstance(body, ChatBody) or tools.is_free(body.tool_choice),
-            images=slots,
-        )
-    except RecursionError:  # JSON text inside a message: the arguments of a tool call
-        raise RequestError("messages are nested too deeply", field="messages") from None
-
-
-def _effort(effort: str | None) -> dict[str, Any]:
-    """The variables of the template for a reasoning_effort."""
-    return {} if effort is None else dict(zip(THINKING, (effort != "none", effort), strict=True))
-
-
-def _may_render(serving: Serving, template: str) -> bool:
-    """Whether a template of a body may be used: it names one of the model's, or the server trusts its clients'."""
-    return serving.template.knows(template) or serving.config.server.trust_request_chat_template
 
 
 def tool_plan(serving: Serving, body: ChatBody) -> ToolPlan:
@@ -328,7 +310,7 @@ def _shape(serving: Serving, body: ChatBody) -> ResponseFormat | None:
 def answer_start(serving: Serving, body: ChatBody, plan: ToolPlan, prompt: Sequence[int]) -> AnswerStart:
     """Where the answers to a prompt begin."""
     template = body.chat_template
-    if template is not None and not _may_render(serving, template):
+    if template is not None and not may_render(serving, template):
         template = None
     return plan.answer_start(serving.tokenizer, prompt, serving.template.before_answer(template, bool(body.tools)))
 
@@ -338,7 +320,7 @@ def _beginning(
 ) -> tuple[AnswerStart, StructuredOutputs | None]:
     """Where the answers to a prompt begin, and the form that they have from there on."""
     start = answer_start(serving, body, plan, prompt)
-    variables = dict(serving.config.server.default_chat_template_kwargs or {}) | _effort(body.reasoning_effort)
+    variables = dict(serving.config.server.default_chat_template_kwargs or {}) | template_effort(body.reasoning_effort)
     variables |= body.chat_template_kwargs or {}
     may_think = not body.continue_final_message and all(variables.get(name) is not False for name in SWITCHES)
     return start, plan.from_start(serving.tokenizer, prompt, start, may_think=may_think)

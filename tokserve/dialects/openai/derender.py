@@ -18,7 +18,7 @@ from starlette.responses import Response
 from tokserve.base.errors import RequestError, invalid
 from tokserve.client.inputs import bare_id, check_lists
 from tokserve.client.outputs import TERMINATORS, ChoiceOutput, Logprobs
-from tokserve.dialects.openai import chat, completions, logprobs_parser, schemas, tools
+from tokserve.dialects.openai import chat, chat_prompts, completions, logprobs_parser, schemas, tools
 from tokserve.dialects.openai.schemas import ChatBody, CompletionBody, RequestBody, TextBody
 from tokserve.dialects.openai.tools import ToolPlan
 from tokserve.features.chat.output_format import AT_CONTENT
@@ -389,7 +389,7 @@ def _prompt_of(serving: Serving, plan: ToolPlan, ids: list[int], text_body: Chat
     thinking = plan.output_format is not None and plan.output_format.thinking is not None
     if ids or not thinking or text_body.messages is None:
         return ids
-    return _with_prefix("chat_request", lambda: chat.rendered(serving, text_body, text_body.reasoning_effort))
+    return _with_prefix("chat_request", lambda: chat_prompts.rendered(serving, text_body, text_body.reasoning_effort))
 
 
 def _prompts(text_body: CompletionBody, count: int) -> list[str | list[int]]:

@@ -142,10 +142,26 @@ async def create(serving: Serving, request: Request) -> Response:
     responses_call = await read(serving, request)
     call = responses_call.chat
     generation = await serving.start(request, call.generate, [call.prompt], call.fields)
+    if call.turn is not None:
+        call.turn.attach(generation, lambda choice: returned_message(serving, generation, responses_call, choice))
     render = ResponsesRenderer(serving, generation, responses_call)
     return await sse.respond(
         generation, request, render, schemas.ignored_header(call.ignored), opening=render.opening, close=render.close
     )
+
+
+def returned_message(
+    serving: Serving, generation: Generation, responses_call: ResponsesCall, choice: ChoiceOutput
+) -> dict[str, Any]:
+    """The message that the items of a whole answer become when the client sends them back."""
+    items = ResponsesRenderer(serving, generation, responses_call).reply([choice]).output
+    conversation = InputMessages(ToolTable())
+    for index, item in enumerate(items):
+        conversation.add(f"output[{index}]", msgspec.to_builtins(item))
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    for one in conversation.messages:  # there is one
+        message |= one
+    return message
 
 
 async def stored(serving: Serving, request: Request) -> Response:
@@ -240,6 +256,7 @@ def _as_chat(
         max_tool_calls=request_body.max_tool_calls,
         reasoning_effort=request_body.reasoning.effort if request_body.reasoning else None,
         chat_template_kwargs=request_body.chat_template_kwargs,
+        session_id=(request_body.model_extra or {}).get("session_id"),
     )
 
 

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from tokserve.base.errors import RequestError, invalid
 from tokserve.dialects.openai import schemas
-from tokserve.dialects.openai.chat import prompt_of
+from tokserve.dialects.openai.chat_prompts import prompt_of
 from tokserve.dialects.openai.schemas import DetokenizeBody, TokenizeBody
 from tokserve.protocol.prompt import unpack_ids
 from tokserve.server.http import body

@@ -122,6 +122,31 @@ class ChatTemplate:
             error.field = "messages"
             raise
 
+    def ids_behind(
+        self, messages: Sequence[Message], mark: str, closing: str = "", *, anchor: str = "", **options: Any
+    ) -> list[int] | None:
+        """Token ids of what the template writes behind the last `mark`, a text of the messages, and `closing` after it.
+
+        They are those that follow `anchor`, the text of a special token.  None if the template does not write the mark,
+        or something else than `closing` behind it.  `options` are those of `text`.
+        """
+        marked, hidden = self._render(messages, **options)
+        _, written, behind = marked.rpartition(mark)
+        if not written or not behind.startswith(closing):
+            return None
+        behind = anchor + behind[len(closing) :]
+        ids = None if hidden is None else hidden.encode(behind, add_special_tokens=False)
+        if ids is None:
+            rendered = behind if hidden is None else hidden.restored(behind)
+            ids = self.tokenizer.encode(rendered, add_special_tokens=False)
+        return ids[1:] if anchor else ids
+
+    def takes_role_later(self, role: str) -> bool:
+        """Whether the server's template writes a message of the system or a developer in its place between others."""
+        if role == "developer" and not DEVELOPER.search(self._source(None, False)):
+            return False
+        return role not in ("system", "developer") or self.takes_later_system
+
     def text(self, messages: Sequence[Message], **options: Any) -> str:
         """The conversation as text.  Raises RequestError naming `messages...`, `tools`, `chat_template` ...
 

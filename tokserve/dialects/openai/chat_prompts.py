@@ -1,0 +1,142 @@
+"""The prompt of a chat body: its conversation rendered by the chat template, or continued by its ids.
+
+Conversations that a room follows (`features/chat/conversation_hooks`) may get a prompt of the room's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+
+from tokserve.base.errors import RequestError
+from tokserve.client.outputs import ChoiceOutput
+from tokserve.dialects.openai import tools
+from tokserve.dialects.openai.schemas import ChatBody, TokenizeBody
+from tokserve.dialects.openai.tools import OutputParser
+from tokserve.features.chat.conversation_hooks import ChatConversation, ConversationTurn, hook_of
+from tokserve.features.images import request_images
+from tokserve.features.images.media.images import image_slots
+from tokserve.features.images.parts import ImageSlots
+from tokserve.protocol.prompt import TokenPrompt, pack_ids
+from tokserve.server.http.workers import off_loop
+from tokserve.server.serving import Serving
+
+THINKING = ("enable_thinking", "reasoning_effort")  # what templates of models that think read; a body's effort is both
+
+
+async def followed_prompt(
+    serving: Serving, request: Request, body: ChatBody, size: int, *, keeps_logprobs: bool
+) -> tuple[TokenPrompt, ConversationTurn | None]:
+    """The prompt of a chat that is to be answered, and the turn that it is of a conversation which a room follows.
+    `size`: bytes of the body; `keeps_logprobs`: its client gets logprobs.  Raises RequestError."""
+    hook = hook_of(serving)
+    if hook is None:
+        return await prompt_of(serving, request, body, size, body.reasoning_effort), None
+    slots = _image_slots(serving)
+    options = template_options(serving, body, body.reasoning_effort, slots)
+    assert body.messages is not None
+    named = (body.model_extra or {}).get("session_id")
+    conversation = ChatConversation(
+        messages=body.messages,
+        model=serving.adapter(body.model),
+        options=options,
+        session_id=named if isinstance(named, str) else None,
+        size=size,
+        keeps_logprobs=keeps_logprobs,
+    )
+    turn = await hook.begin(request, conversation)
+    if turn is not None and turn.prompt is not None:
+        return turn.prompt, turn
+    prompt = await prompt_of(serving, request, body, size, body.reasoning_effort)
+    if turn is not None:
+        await turn.rendered(request, prompt)
+    return prompt, turn
+
+
+async def prompt_of(
+    serving: Serving, request: Request, body: ChatBody | TokenizeBody, size: int, effort: str | None = None
+) -> TokenPrompt:
+    """The conversation as a prompt, with its images.  `size`: bytes of the body; `effort`: as `rendered` takes it."""
+    slots = _image_slots(serving)
+    ids = await off_loop(request, size, lambda: rendered(serving, body, effort, slots))
+    if slots is None or not slots.images:
+        return TokenPrompt(pack_ids(ids))
+    return await request_images.fetched(serving, request, ids, slots.images, "messages")
+
+
+def rendered(
+    serving: Serving, body: ChatBody | TokenizeBody, effort: str | None = None, slots: ImageSlots | None = None
+) -> list[int]:
+    """The conversation as token ids.  `effort`: the body's reasoning_effort; variables that it sends itself win.
+    `slots`: takes the images; None: they are refused."""
+    options = template_options(serving, body, effort, slots)
+    assert body.messages is not None
+    try:
+        return serving.template.render(body.messages, **options)
+    except RecursionError:  # JSON text inside a message: the arguments of a tool call
+        raise RequestError("messages are nested too deeply", field="messages") from None
+
+
+def template_options(
+    serving: Serving, body: ChatBody | TokenizeBody, effort: str | None, slots: ImageSlots | None
+) -> dict[str, Any]:
+    """The options with which `ChatTemplate` renders the conversation of a body.  Raises RequestError for a body without
+    messages or with too many, and for a template that the server does not take from its clients."""
+    if body.messages is None:
+        raise RequestError("messages is required", field="messages")
+    serving.check_messages(body.messages, "messages")
+    if body.chat_template is not None and not may_render(serving, body.chat_template):
+        raise RequestError(
+            "chat_template: templates from requests are refused (see --trust-request-chat-template)",
+            field="chat_template",
+            code="untrusted_template",
+        )
+    return {
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": bool(body.continue_final_message),
+        "tools": body.tools,
+        "documents": body.documents,
+        "template": body.chat_template,
+        "kwargs": template_effort(effort) | (body.chat_template_kwargs or {}),
+        "add_special_tokens": bool(body.add_special_tokens),
+        "context": serving.llm.ready.max_model_len,
+        "must_show_tools": not isinstance(body, ChatBody) or tools.is_free(body.tool_choice),
+        "images": slots,
+    }
+
+
+def _image_slots(serving: Serving) -> ImageSlots | None:
+    """What takes the images of a conversation; None: the model takes none."""
+    reader = serving.images
+    return None if reader is None else image_slots(reader.kind, lambda token: serving.tokenizer.decode([token], False))
+
+
+def template_effort(effort: str | None) -> dict[str, Any]:
+    """The variables of the template for a reasoning_effort."""
+    return {} if effort is None else dict(zip(THINKING, (effort != "none", effort), strict=True))
+
+
+def may_render(serving: Serving, template: str) -> bool:
+    """Whether a template of a body may be used: it names one of the model's, or the server trusts its clients'."""
+    return serving.template.knows(template) or serving.config.server.trust_request_chat_template
+
+
+def returned_message(choice: ChoiceOutput, reader: OutputParser | None) -> dict[str, Any]:
+    """The message that a client of chat or responses gets for a whole choice; `reader` as of a renderer."""
+    if reader is None:
+        return {"role": "assistant", "content": choice.text or ""}
+    read = reader.read(choice)
+    message: dict[str, Any] = {"role": "assistant", "content": read.content}
+    if read.reasoning:
+        message["reasoning"] = read.reasoning
+    if read.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
+            }
+            for call in read.calls
+        ]
+    return message

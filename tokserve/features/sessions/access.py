@@ -1,0 +1,63 @@
+"""The sessions of a server: the service in this process, or a connection to the process that has it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from starlette.requests import Request
+
+from tokserve.config import Config
+from tokserve.features.sessions.calls import SessionCall, SessionNotice, SessionService
+from tokserve.features.sessions.options import SessionOptions
+from tokserve.features.sessions.store import SessionStore
+from tokserve.server.http.auth import ACCEPTED
+from tokserve.server.serving import Serving
+
+NO_OWNER = ""  # of all sessions of a server without API keys
+
+
+class Sessions(Protocol):
+    """Runs calls on the store."""
+
+    async def call(self, call: SessionCall) -> Any:
+        """The result of a call.  Raises RequestError."""
+
+    def notify(self, notice: SessionNotice) -> None:
+        """Tell the store, before all later calls and notices."""
+
+
+class LocalSessions:
+    """Runs calls on the service in this process."""
+
+    def __init__(self, service: SessionService) -> None:
+        self._service = service
+
+    async def call(self, call: SessionCall) -> Any:
+        return await call.run(self._service)
+
+    def notify(self, notice: SessionNotice) -> None:
+        notice.apply(self._service)
+
+
+def make_service(config: Config) -> SessionService:
+    """An empty store within the bounds of the options."""
+    options = config.options_of(SessionOptions)
+    store = SessionStore(
+        max_sessions=options.max_sessions, max_bytes=options.max_session_bytes, ttl=options.session_ttl
+    )
+    return SessionService(store)
+
+
+def sessions_of(serving: Serving) -> Sessions:
+    """The sessions of this server, which has them."""
+    state = serving.state
+    if not hasattr(state, "sessions"):
+        state.sessions = LocalSessions(make_service(serving.config))
+    sessions: Sessions = state.sessions
+    return sessions
+
+
+def owner_of(request: Request) -> str:
+    """Whose sessions the request may use: those of its API key."""
+    accepted: bytes | None = request.scope.get(ACCEPTED)
+    return NO_OWNER if accepted is None else accepted.hex()

@@ -1,0 +1,279 @@
+"""What is asked of the store of sessions, by a route or by a request for tokens: a struct for each call.
+
+In one process a call runs on the `SessionService` itself; with several API processes it is sent to the process that
+hosts the service.  `SessionService` adds to the store what needs an event loop: waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from tokserve.features.sessions.canonical import PromptContext
+from tokserve.features.sessions.store import SessionStore, summary
+from tokserve.features.sessions.turns import Match, Session, Summary, TurnAnswer, TurnPrompt
+
+CONTINUES_SOON = 5.0  # seconds that a request waits for the end of the answer which it continues
+MAX_WAIT = 300.0  # seconds of one call that waits for a session
+SWEEP = 30.0  # seconds between two searches for sessions that were not used for too long
+
+
+class SessionCounters(msgspec.Struct):
+    """Counts since the start, and what is kept now."""
+
+    sessions: int = 0
+    num_bytes: int = 0
+    turns: int = 0
+    continued: int = 0
+    roots: int = 0
+    lost: int = 0
+
+
+class SessionService:
+    """The store, with the calls that wait for a change of it.  Belongs to one event loop."""
+
+    def __init__(self, store: SessionStore) -> None:
+        self.store = store
+        self.counters = SessionCounters()
+        self._changed = asyncio.Event()
+
+    def changed(self) -> None:
+        """Wake those who wait."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait(self, deadline: float) -> bool:
+        """Wait for a change; returns False if there was none until `deadline`, by `time.monotonic`."""
+        seconds = deadline - time.monotonic()
+        if seconds <= 0:
+            return False
+        try:
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def sweep(self) -> None:
+        """Drop sessions that are not used, until cancelled."""
+        while True:
+            await asyncio.sleep(SWEEP)
+            if self.store.expire(time.time()):
+                self.changed()
+
+
+class SessionCall(msgspec.Struct, tag=True):
+    """A call; `run` returns its result."""
+
+    async def run(self, service: SessionService) -> Any:
+        raise NotImplementedError
+
+
+class SessionNotice(msgspec.Struct, tag=True):
+    """A call without a result, which does not wait."""
+
+    def apply(self, service: SessionService) -> None:
+        raise NotImplementedError
+
+
+class FindTurn(SessionCall):
+    """The turn that a conversation continues; see `SessionStore.match`.  `expects_answer`: the digests of those of its
+    prefixes that an answer follows: if one of them is being answered, its end is waited for."""
+
+    owner: str
+    session_id: str
+    context: PromptContext
+    digests: list[bytes]
+    expects_answer: list[bytes] = []
+
+    async def run(self, service: SessionService) -> Match:
+        deadline = time.monotonic() + CONTINUES_SOON
+        while service.store.is_running(self.owner, self.session_id, self.expects_answer):
+            if not await service.wait(deadline):
+                break
+        match = service.store.match(self.owner, self.session_id, self.context, self.digests, time.time())
+        return match
+
+
+class BeginRequest(SessionNotice):
+    """A request is being answered; `digest`: of the chain of its messages."""
+
+    owner: str
+    session_id: str
+    request_id: str
+    digest: bytes
+
+    def apply(self, service: SessionService) -> None:
+        service.store.begin(self.owner, self.session_id, self.request_id, self.digest, time.time())
+
+
+class AddTurn(SessionNotice):
+    """An answer has ended."""
+
+    owner: str
+    session_id: str
+    prompt: TurnPrompt
+    answer: TurnAnswer
+
+    def apply(self, service: SessionService) -> None:
+        added = service.store.add(self.owner, self.session_id, self.prompt, self.answer, time.time())
+        counters = service.counters
+        if added is None:
+            counters.lost += 1
+            return
+        counters.turns += 1
+        if self.prompt.parent is None:
+            counters.roots += 1
+        else:
+            counters.continued += 1
+        service.changed()
+
+
+class EndRequest(SessionNotice):
+    """All answers to a request have ended."""
+
+    owner: str
+    session_id: str
+    request_id: str
+
+    def apply(self, service: SessionService) -> None:
+        service.store.end(self.owner, self.session_id, self.request_id, time.time())
+        service.changed()
+
+
+class CreateSession(SessionCall):
+    """Makes a session; the result is its id."""
+
+    owner: str
+    session_id: str | None
+    metadata: dict[str, Any]
+
+    async def run(self, service: SessionService) -> str:
+        return service.store.create(self.owner, self.session_id, self.metadata, time.time())
+
+
+class ListSessions(SessionCall):
+    """Sessions in a state (None: in any), once there is one, or after `wait` seconds."""
+
+    owner: str
+    state: str | None
+    limit: int
+    after: str | None
+    wait: float
+
+    async def run(self, service: SessionService) -> list[Summary]:
+        deadline = time.monotonic() + min(self.wait, MAX_WAIT)
+        while True:
+            listed = service.store.sessions(self.owner, self.state, self.limit, self.after)
+            if listed or not await service.wait(deadline):
+                return listed
+
+
+class ReadSession(SessionCall):
+    """A session with its turns."""
+
+    owner: str
+    session_id: str
+
+    async def run(self, service: SessionService) -> Session:
+        return service.store.get(self.owner, self.session_id)
+
+
+class SummarizeSession(SessionCall):
+    """A session without its turns."""
+
+    owner: str
+    session_id: str
+
+    async def run(self, service: SessionService) -> Summary:
+        return summary(service.store.get(self.owner, self.session_id))
+
+
+class CloseSession(SessionCall):
+    """No request of the session is expected any more."""
+
+    owner: str
+    session_id: str
+
+    async def run(self, service: SessionService) -> Summary:
+        closed = service.store.close(self.owner, self.session_id, time.time())
+        service.changed()
+        return closed
+
+
+class DeleteSession(SessionCall):
+    """Drops a session."""
+
+    owner: str
+    session_id: str
+
+    async def run(self, service: SessionService) -> None:
+        service.store.delete(self.owner, self.session_id)
+        service.changed()
+
+
+class AddMetadata(SessionCall):
+    """Adds names to the metadata of a session, or of one of its turns."""
+
+    owner: str
+    session_id: str
+    metadata: dict[str, Any]
+    turn_id: str | None
+
+    async def run(self, service: SessionService) -> Summary:
+        changed = service.store.add_metadata(self.owner, self.session_id, self.metadata, self.turn_id, time.time())
+        service.changed()
+        return changed
+
+
+class NextSession(SessionCall):
+    """A closed session that no trainer has, once there is one; None after `wait` seconds.  It is the caller's for
+    `lease` seconds."""
+
+    owner: str
+    wait: float
+    lease: float
+
+    async def run(self, service: SessionService) -> Session | None:
+        deadline = time.monotonic() + min(self.wait, MAX_WAIT)
+        while True:
+            now = time.time()
+            session = service.store.take(self.owner, self.lease, now)
+            if session is not None:
+                return session
+            lease_end = service.store.next_lease_end(self.owner, now)
+            until = deadline if lease_end is None else min(deadline, time.monotonic() + lease_end - now)
+            if not await service.wait(until) and time.monotonic() >= deadline:
+                return None
+
+
+class CountSessions(SessionCall):
+    """The counters of the store."""
+
+    async def run(self, service: SessionService) -> SessionCounters:
+        counters = service.counters
+        return msgspec.structs.replace(counters, sessions=len(service.store), num_bytes=service.store.num_bytes)
+
+
+CALLS = (
+    FindTurn,
+    CreateSession,
+    ListSessions,
+    ReadSession,
+    SummarizeSession,
+    CloseSession,
+    DeleteSession,
+    AddMetadata,
+    NextSession,
+    CountSessions,
+)
+NOTICES = (BeginRequest, AddTurn, EndRequest)
+
+
+def kinds() -> Sequence[type[SessionCall | SessionNotice]]:
+    """All calls and notices."""
+    return (*CALLS, *NOTICES)

@@ -1,0 +1,28 @@
+"""What the room of sessions adds to the server."""
+
+from __future__ import annotations
+
+from tokserve.base.rooms import Room
+
+ROOM = Room(
+    options="tokserve.features.sessions.options:SessionOptions",
+    check="tokserve.features.sessions.options:check",
+    endpoints="tokserve.features.sessions.routes:ENDPOINTS",
+    needs="sessions",
+    paths=(
+        "/sessions",
+        "/sessions/next",
+        "/sessions/{id}",
+        "/sessions/{id}/tree",
+        "/sessions/{id}/sequences",
+        "/sessions/{id}/close",
+        "/sessions/{id}/metadata",
+        "/sessions/{id}/v1/chat/completions",
+        "/sessions/{id}/v1/responses",
+        "/sessions/{id}/v1/messages",
+        "/sessions/{id}/v1/messages/count_tokens",
+        "/sessions/{id}/v1/models",
+        "/sessions/{id}/tokenize",
+    ),
+    conversations="tokserve.features.sessions.hook:make_hook",
+)
