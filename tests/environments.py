@@ -1,9 +1,10 @@
-"""Virtual environments of programs that are tested with the server but do not belong to it, each made once."""
+"""Environments of programs that are tested with the server but do not belong to it, each made once."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,3 +34,18 @@ def environment(requirements: Path, place: Path) -> Path:
         subprocess.run([str(python), "-m", "pip", *install], check=True, env={**os.environ, "PIP_NO_INPUT": "1"})
         mark.write_text(digest)
     return python
+
+
+def npm_environment(packages: Path, place: Path) -> None:
+    """Install the packages of a package.json, which pins them, in a directory that has them if it is not new."""
+    digest = hashlib.sha256(packages.read_bytes()).hexdigest()
+    mark = place / "packages.sha256"
+    if mark.exists() and mark.read_text() == digest:
+        return
+    print(f"{place.name}: installing", flush=True)
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    shutil.copy(packages, place)
+    install = ["npm", "install", "--no-audit", "--no-fund", "--no-package-lock", "--loglevel=error"]
+    subprocess.run(install, cwd=place, check=True)
+    mark.write_text(digest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from importlib.metadata import version
 from urllib.request import urlopen
 
@@ -31,8 +32,8 @@ class Report:
             self._left_out.append(path)
         return path in self.paths
 
-    def done(self, *packages: str, passed: int = 0) -> None:
-        """The last line, which `run.py` reads."""
-        versions = {package: version(package) for package in packages}
+    def done(self, *packages: str, passed: int = 0, others: Mapping[str, str] | None = None) -> None:
+        """The last line, which `run.py` reads.  `others`: versions of packages that are not Python's."""
+        versions = {package: version(package) for package in packages} | dict(others or {})
         actual = {"versions": versions, "checks": self._passed + passed, "not_served": self._left_out}
         print(json.dumps(actual))

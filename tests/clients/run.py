@@ -1,7 +1,7 @@
 """`make test-clients`: real clients, each in an environment of its own, against one demo server.
 
 Environments are made under build/clients/NAME from tests/clients/NAME.txt (pinned) and kept until that file changes;
-a client may use another's.
+a client may use another's.  Agents are npm packages, of tests/clients/agents/package.json, and are skipped without npm.
 What a client needs at run time it finds here: the hub is switched off.  With --record the traffic goes through a small
 proxy and one example of each kind of request is written to tests/conformance/recorded/NAME.jsonl, which `make test`
 sends again.  A client that has no driver here is recorded with `--record NAME=COMMAND`, where {url} is the server's
@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -27,12 +28,15 @@ from typing import Any
 
 import httpx
 
+from tests.clients.agent_script import Script, model_with_context
 from tests.conformance.shapes import reply_shape, shape
 from tests.e2e.server import Server
-from tests.environments import OFFLINE, environment
+from tests.environments import OFFLINE, environment, npm_environment
 from tests.models.classifiers import classifier
 from tests.models.pictures import write_served
 from tokserve.checkpoint import DEMO_DIR
+from tokserve.testing import scripted_server
+from tokserve.text.tokenizer import Tokenizer
 
 HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build" / "clients"
@@ -59,6 +63,8 @@ CLIENTS = {
     "schemathesis_pooling": "schemathesis",
     "schemathesis_classifier": "schemathesis",
     "schemathesis_sglang_classifier": "schemathesis",
+    "agents": "agents",
+    "agent_loops": "agent_loops",
 }
 ENVIRONMENTS = {  # of clients that have none of their own
     "closed": "frameworks",
@@ -72,6 +78,7 @@ ENVIRONMENTS = {  # of clients that have none of their own
     "schemathesis_pooling": "schemathesis",
     "schemathesis_classifier": "schemathesis",
     "schemathesis_sglang_classifier": "schemathesis",
+    "agent_loops": "frameworks",
 }
 SHORT = ("--max-model-len", "48")  # schemathesis asks for 1024 choices of the whole context
 FLAGS = {  # of clients that have a server of their own
@@ -89,7 +96,10 @@ FLAGS = {  # of clients that have a server of their own
 }
 CLASSIFIERS = {"rewards", "schemathesis_classifier", "schemathesis_sglang_classifier"}  # served a reward model
 IMAGES = {"images", "trl_images"}  # of clients whose server has a model that reads images
+SCRIPTED = {"agents", "agent_loops"}  # whose server has a script instead of a model
+NPM = {"agents"}  # npm packages
 WITH_OPS = {"trl_exact"}  # run by this project's interpreter, which finds their packages at CLIENT_PACKAGES
+SERVED_NAMES = ["demo", "gpt-5.5", "gpt-6.2-sol"]  # of a script; Codex knows the last two
 SECONDS = 1200.0
 LARGEST = 4000  # bytes of a recorded body
 
@@ -97,6 +107,9 @@ LARGEST = 4000  # bytes of a recorded body
 def python_of(name: str) -> Path:
     """The interpreter of a client's environment, which is made if it is not there or not the one that is wanted."""
     name = ENVIRONMENTS.get(name, name)
+    if name in NPM:
+        npm_environment(HERE / name / "package.json", BUILD / name)
+        return Path(sys.executable)
     return environment(HERE / f"{name}.txt", BUILD / name)
 
 
@@ -107,6 +120,9 @@ def drive(name: str, url: str, model: Path) -> dict[str, Any] | None:
     if name in WITH_OPS:
         env |= {"CLIENT_PACKAGES": str(next(python.parents[1].glob("lib/python*/site-packages")))}
         python = Path(sys.executable)
+    if name in NPM:
+        path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+        env |= {"AGENTS_BIN": str(BUILD / name / "node_modules" / ".bin"), "PYTHONPATH": path}
     command = [str(python), str(HERE / f"run_{CLIENTS[name]}.py"), url, str(model)]
     began = time.monotonic()
     try:
@@ -198,6 +214,8 @@ def run(name: str, url: str, model: Path, record: bool) -> bool:
 @cache
 def model_of(name: str) -> Path:
     """The checkpoint that the client's server serves as "demo"."""
+    if name in SCRIPTED:
+        return model_with_context(BUILD / "models" / "scripted")
     if name in CLASSIFIERS:
         return classifier(BUILD / "models" / "reward", "qwen3", {"0": "reward"})
     return write_served(BUILD / "models" / "vl") if name in IMAGES else DEMO_DIR
@@ -227,14 +245,24 @@ def main() -> int:
     if args.record:
         return record(args.record)
     names = args.names or list(CLIENTS)
+    if shutil.which("npm") is None:
+        for name in NPM.intersection(names):
+            print(f"{name}: SKIPPED, there is no npm: install Node.js")
+        names = [name for name in names if name not in NPM]
     for name in names:
         python_of(name)
     failed = []
     alive = True
-    for model, flags in sorted({(model_of(name), FLAGS.get(name, ())) for name in names}):
+    scripted = [name for name in names if name in SCRIPTED]
+    for name in scripted:
+        model = model_of(name)
+        with scripted_server(Script(Tokenizer.load(model)), model, served_model_name=SERVED_NAMES) as running:
+            if not run(name, running.url, model, False):
+                failed.append(name)
+    for model, flags in sorted({(model_of(name), FLAGS.get(name, ())) for name in names if name not in SCRIPTED}):
         with Server(model, *flags, "--served-model-name", "demo") as server:
             for name in names:
-                if (model_of(name), FLAGS.get(name, ())) != (model, flags):
+                if name in SCRIPTED or (model_of(name), FLAGS.get(name, ())) != (model, flags):
                     continue
                 records = args.record == "" and not flags and model == DEMO_DIR
                 if not run(name, server.url, model, records):

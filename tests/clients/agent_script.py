@@ -1,0 +1,84 @@
+"""The model of the agents' tests: a script that calls the shell of the agent once, reports what it printed, remembers
+it in the next turn, and then writes without end."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokserve.checkpoint import DEMO_DIR
+from tokserve.testing import ScriptedReply
+from tokserve.text.tokenizer import Tokenizer
+
+# What the drivers ask, in the order of a conversation.
+RUN, AGAIN, ENDLESS = "Run the command of the test.", "What did the command print?", "Write without end."
+MAKE = "Make the file of the test."
+COMMAND = "echo printed-$((40 + 2))"  # so that only a shell can have written the result
+PRINTED = "printed-42"
+PREFACE = "I run the command."
+WRITTEN = "written.txt"
+PATCH = f"*** Begin Patch\n*** Add File: {WRITTEN}\n+{PRINTED}\n*** End Patch\n"
+CONTEXT = 1 << 20  # bytes, which are the tokens of the demo's tokenizer
+HELD_AT, HELD_SECONDS = 24, 3600.0  # where an endless answer waits for its client to leave
+# The shells of agents by the names of their tools, with the arguments that run a command.
+SHELLS: Mapping[str, Callable[[str], dict[str, Any]]] = {
+    "exec_command": lambda command: {"cmd": command},
+    "Bash": lambda command: {"command": command, "description": "Runs the command of the test"},
+    "bash": lambda command: {"command": command, "description": "Runs the command of the test"},
+    "run_shell_command": lambda command: {"command": command, "is_background": False},
+    "run_command": lambda command: {"command": command},
+    "local_shell": lambda command: {"command": ["bash", "-c", command]},
+    "shell": lambda command: {"commands": [command]},
+    "functions__exec": lambda command: {
+        "input": f"const done = await tools.exec_command({json.dumps({'cmd': command})}); text(done);"
+    },
+}
+
+
+def model_with_context(place: Path) -> Path:
+    """A directory with the demo's tokenizer and template, and a context for the prompts of agents.  It has no weights:
+    a script needs none."""
+    place.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "generation_config.json"):
+        shutil.copy(DEMO_DIR / name, place)
+    for name, field in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
+        values = json.loads((DEMO_DIR / name).read_text())
+        (place / name).write_text(json.dumps(values | {field: CONTEXT}))
+    return place
+
+
+class Script:
+    """The replies to prompts; `tokenizer` is that of the served model."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, prompt_ids: list[int], index: int) -> ScriptedReply:
+        """The reply to a prompt."""
+        turns = self._tokenizer.decode(prompt_ids, False).split("<|im_start|>")
+        # the last turn is to be written, and an agent may have a note of its own before it
+        role, _, last = next(t for t in reversed(turns[:-1]) if t.startswith(("user\n", "tool\n"))).partition("\n")
+        if role == "tool":
+            return self._says(f"The command printed: {PRINTED}." if PRINTED in last else f"It failed: {last}")
+        if ENDLESS in last:
+            return self._says("word " * HELD_AT, {HELD_AT: HELD_SECONDS})
+        if AGAIN in last:
+            results = [turn for turn in turns if turn.startswith("tool\n")]
+            return self._says(f"Before, it printed: {PRINTED}." if PRINTED in "".join(results) else "I have forgotten.")
+        if MAKE in last and "apply_patch" in turns[1]:
+            return self._calls("apply_patch", {"input": PATCH})
+        shell = next((name for name in SHELLS if re.search(rf"\b{name}\b", turns[1])), None)
+        if RUN in last and shell is not None:
+            return self._calls(shell, SHELLS[shell](COMMAND))
+        return self._says("A title")  # or a summary
+
+    def _calls(self, name: str, arguments: dict[str, Any]) -> ScriptedReply:
+        call = json.dumps({"name": name, "arguments": arguments})
+        return self._says(f"{PREFACE}\n<tool_call>\n{call}\n</tool_call>")
+
+    def _says(self, text: str, delays: Mapping[int, float] | None = None) -> ScriptedReply:
+        return ScriptedReply(self._tokenizer.encode(text), delays=delays or {})
