@@ -10,18 +10,23 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.clients.agent_prompts import (
+    AGAIN,
+    COMMAND,
+    ENDLESS,
+    MAKE,
+    PATCH,
+    PREFACE,
+    PRINTED,
+    REMEMBERED,
+    REPORTED,
+    RUN,
+    WRITTEN,
+)
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.testing import ScriptedReply
 from tokserve.text.tokenizer import Tokenizer
 
-# What the drivers ask, in the order of a conversation.
-RUN, AGAIN, ENDLESS = "Run the command of the test.", "What did the command print?", "Write without end."
-MAKE = "Make the file of the test."
-COMMAND = "echo printed-$((40 + 2))"  # so that only a shell can have written the result
-PRINTED = "printed-42"
-PREFACE = "I run the command."
-WRITTEN = "written.txt"
-PATCH = f"*** Begin Patch\n*** Add File: {WRITTEN}\n+{PRINTED}\n*** End Patch\n"
 CONTEXT = 1 << 20  # bytes, which are the tokens of the demo's tokenizer
 HELD_AT, HELD_SECONDS = 24, 3600.0  # where an endless answer waits for its client to leave
 # The shells of agents by the names of their tools, with the arguments that run a command.
@@ -31,6 +36,7 @@ SHELLS: Mapping[str, Callable[[str], dict[str, Any]]] = {
     "bash": lambda command: {"command": command, "description": "Runs the command of the test"},
     "run_shell_command": lambda command: {"command": command, "is_background": False},
     "run_command": lambda command: {"command": command},
+    "host__run_command": lambda command: {"command": command},
     "local_shell": lambda command: {"command": ["bash", "-c", command]},
     "shell": lambda command: {"commands": [command]},
     "functions__exec": lambda command: {
@@ -63,13 +69,17 @@ class Script:
         # the last turn is to be written, and an agent may have a note of its own before it
         role, _, last = next(t for t in reversed(turns[:-1]) if t.startswith(("user\n", "tool\n"))).partition("\n")
         if role == "tool":
-            return self._says(f"The command printed: {PRINTED}." if PRINTED in last else f"It failed: {last}")
+            return self._says(REPORTED if PRINTED in last else f"It failed: {last}")
         if ENDLESS in last:
             return self._says("word " * HELD_AT, {HELD_AT: HELD_SECONDS})
         if AGAIN in last:
             results = [turn for turn in turns if turn.startswith("tool\n")]
-            return self._says(f"Before, it printed: {PRINTED}." if PRINTED in "".join(results) else "I have forgotten.")
+            return self._says(REMEMBERED if PRINTED in "".join(results) else "I have forgotten.")
+        if MAKE in last and "edit" in turns[1].split("\n")[1]:
+            return self._calls("edit", {"input": PATCH})
         if MAKE in last and "apply_patch" in turns[1]:
+            if "local_shell" in turns[1]:  # the tool of its own type, whose operations have no envelope
+                return self._calls("apply_patch", {"type": "create_file", "path": WRITTEN, "diff": f"+{PRINTED}"})
             return self._calls("apply_patch", {"input": PATCH})
         shell = next((name for name in SHELLS if re.search(rf"\b{name}\b", turns[1])), None)
         if RUN in last and shell is not None:

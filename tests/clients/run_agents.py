@@ -19,7 +19,18 @@ from urllib.request import urlopen
 
 from report import Report
 
-from tests.clients.agent_script import AGAIN, COMMAND, ENDLESS, MAKE, PREFACE, PRINTED, RUN, WRITTEN
+from tests.clients.agent_prompts import (
+    AGAIN,
+    COMMAND,
+    ENDLESS,
+    MAKE,
+    PREFACE,
+    PRINTED,
+    REMEMBERED,
+    REPORTED,
+    RUN,
+    WRITTEN,
+)
 from tests.clients.relay import Exchange, relay
 from tests.waiting import PATIENCE, until
 
@@ -89,7 +100,7 @@ def opencode_files(url: str) -> dict[str, str]:
 
 
 def no_files(url: str) -> dict[str, str]:
-    """Nothing: the agent reads variables."""
+    """No files: the agent reads variables."""
     return {}
 
 
@@ -234,11 +245,11 @@ def check_agent(report: Report, agent: Agent, place: Path) -> None:
     home = Home(agent, place)
     with relay(report.url) as (url, exchanges):
         out = home.ask(url, RUN)
-        report.check(f"{agent.name}: calls its shell, and sees what it printed", f"printed: {PRINTED}" in out)
+        report.check(f"{agent.name}: calls its shell, and sees what it printed", REPORTED in out)
         report.check("the text before the call", PREFACE in out and json.dumps(COMMAND)[1:-1] in out)
         first = of_conversation(exchanges, agent.route)
         out = home.ask(url, AGAIN, again=True)
-        report.check("is continued", f"Before, it printed: {PRINTED}" in out)
+        report.check("is continued", REMEMBERED in out)
     sent = of_conversation(exchanges, agent.route)
     report.check("no request is refused", {exchange.status for exchange in exchanges} == {200})
     report.check("the result of the call goes back", PRINTED in json.dumps([e.body for e in first[1:]]))
@@ -274,7 +285,7 @@ def check_codex_tools(report: Report, model: str, kind: str, place: Path) -> Non
         if kind == "custom":
             report.check(f"{agent.name}: patches a file", (home.work / WRITTEN).read_text() == f"{PRINTED}\n")
         else:
-            report.check(f"{agent.name}: runs a script of its tools", f"printed: {PRINTED}" in out)
+            report.check(f"{agent.name}: runs a script of its tools", REPORTED in out)
         out = home.ask(url, AGAIN, again=True)
     last = of_conversation(exchanges, agent.route)[-1]
     report.check("no request is refused", {exchange.status for exchange in exchanges} == {200})
