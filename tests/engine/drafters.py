@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 from tests.engine.scripted import ScriptedExecutor
 from tests.engine.solo import VOCAB, chain, draw, prefixes_of
 from tokserve.config import SpeculationPlan
+from tokserve.engine.core import EngineCore
 from tokserve.engine.request import Request
-from tokserve.features.speculation.drafter import TextDrafter
+from tokserve.features.speculation.drafter import Drafter, TextDrafter
+from tokserve.features.speculation.engine import DraftReports, Speculation
+from tokserve.features.speculation.token_index import TokenIndex
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import DraftPasses
+
+D = TypeVar("D", bound=Drafter)
+
+
+def draft_with(core: EngineCore, drafter: D) -> D:
+    """Have an engine propose drafts by this drafter from here on."""
+    context = cast(Any, SimpleNamespace(cache=core.cache, scheduler=core.scheduler, hooks=core._hooks))
+    drafts = Speculation(context, drafter)
+    core.features = tuple(drafts if isinstance(one, DraftReports) else one for one in core.features)
+    core._hooks.collect(core.features)
+    return drafter
 
 
 class OneByOne:
@@ -22,6 +38,12 @@ class OneByOne:
 
     def propose_one(self, request: Request, limit: int) -> list[int]:
         raise NotImplementedError
+
+    def source(self, request: Request) -> str:
+        return ""
+
+    def expect(self, request: Request, prediction: TokenIndex) -> None:
+        pass
 
     def on_step(self, rows: int, num_tokens: int, seconds: float) -> None:
         pass

@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.engine.solo import EOS
 from tokserve.base.errors import RequestError
-from tokserve.engine.request import Request
+from tokserve.features.grammar.followed import FollowedGrammar
 from tokserve.features.grammar.grammar import Grammar, GrammarState
 from tokserve.protocol.params import StructuredOutputs
 
@@ -100,21 +100,21 @@ class LateMasks:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._pending: list[Request] = []
+        self._pending: list[FollowedGrammar] = []
 
     def __bool__(self) -> bool:
         return bool(self._pending)
 
-    def submit(self, requests: Iterable[Request]) -> None:
-        for request in requests:
-            if request.grammar is not None and request.grammar.pending and request not in self._pending:
-                self._pending.append(request)
+    def submit(self, grammars: Iterable[FollowedGrammar]) -> None:
+        for followed in grammars:
+            if followed.state is not None and followed.state.pending and followed not in self._pending:
+                self._pending.append(followed)
 
-    def poll(self) -> list[Request]:
-        computed = [request for request in self._pending if self._rng.random() < 0.6]
-        for request in computed:
-            assert request.grammar is not None
-            request.grammar.compute_bitmask()
-            request.grammar.commit()
-            self._pending.remove(request)
+    def poll(self) -> list[FollowedGrammar]:
+        computed = [followed for followed in self._pending if self._rng.random() < 0.6]
+        for followed in computed:
+            assert followed.state is not None
+            followed.state.compute_bitmask()
+            followed.state.commit()
+            self._pending.remove(followed)
         return computed

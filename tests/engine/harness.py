@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from tests.engine.drafters import draft_with
 from tests.engine.scripted import ScriptedExecutor
 from tests.engine.solo import EOS, Solo, engine_request, solo
 from tests.outputs import Output, unpack
@@ -36,6 +37,7 @@ from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.protocol.prompt import unpack_ids
 
 F = TypeVar("F")
+D = TypeVar("D", bound=Drafter)
 
 
 @dataclass
@@ -128,8 +130,9 @@ class Engine:
             self._emit,
             self.clock,
             lambda: self.wakes.append(None),
-            drafter,
         )
+        if drafter is not None:
+            self.draft_with(drafter)
         self.received: dict[str, Received] = {}
         self.requests: dict[str, EngineRequest] = {}
         self.messages: list[tuple[bytes, FromEngine]] = []
@@ -137,6 +140,10 @@ class Engine:
         self.submit_replies: list[SubmitReply] = []
         self.weights_of = {"v1": ""}  # by version
         self.loads: dict[int, str] = {}  # generation -> path of the adapter
+
+    def draft_with(self, drafter: D) -> D:
+        """Propose drafts by this drafter from here on."""
+        return draft_with(self.core, drafter)
 
     def feature(self, kind: type[F]) -> F:
         """The engine's feature of this class."""

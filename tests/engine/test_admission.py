@@ -9,6 +9,7 @@ import pytest
 from tests.engine.harness import Engine
 from tests.engine.solo import VOCAB
 from tokserve.engine import admission, core
+from tokserve.features.grammar.engine import GrammarFeature
 from tokserve.protocol.messages import (
     PREEMPTIONS,
     STEP_TOKENS,
@@ -52,7 +53,7 @@ def test_whatever_admission_raises_ends_that_request_only(monkeypatch: pytest.Mo
     form = StructuredOutputs(regex="a")
     for place, name, options in (
         (admission, "Request", {}),
-        (engine.core.grammars, "compile", {"structured_outputs": form}),
+        (engine.feature(GrammarFeature).grammars, "compile", {"structured_outputs": form}),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, broken)

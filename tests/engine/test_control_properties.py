@@ -20,6 +20,7 @@ import pytest
 from tests.engine.drafters import RandomDrafter, text_drafter
 from tests.engine.grammars import STEPS, LateGrammars, LateMasks
 from tests.engine.harness import Engine
+from tokserve.features.grammar.engine import GrammarFeature
 from tokserve.protocol.messages import Abort, Status, StepOutput, Submit, SubmitReply
 from tokserve.protocol.params import PoolingParams, SamplingParams, StructuredOutputs
 
@@ -65,11 +66,11 @@ class Life:
         self.engine.weights_of = weights_of
         self.engine.executor.directories = self.directories
         self.grammars, self.masks = LateGrammars(rng), LateMasks(rng)
-        self.engine.core._admission._grammars = self.engine.core.grammars = cast(Any, self.grammars)
-        self.engine.core._mask_worker = cast(Any, self.masks)
+        self.engine.feature(GrammarFeature).grammars = cast(Any, self.grammars)
+        self.engine.feature(GrammarFeature).masks = cast(Any, self.masks)
         if self.drafts:
             guesses = RandomDrafter(self.engine.executor, rng.randrange(100), right=0.8)
-            self.engine.core.scheduler._drafter = rng.choice([guesses, text_drafter()])
+            self.engine.draft_with(rng.choice([guesses, text_drafter()]))
         self.engine.executor.slow = deque()
         self.engine.executor.has_room_for_two = has_room_for_two
         self.calls: dict[int, str] = {}

@@ -14,6 +14,7 @@ from tests.engine.harness import Engine
 from tests.engine.solo import VOCAB
 from tokserve.engine.kv_cache.block_table import BlockTable
 from tokserve.engine.request import Request
+from tokserve.features.grammar.engine import GrammarFeature
 from tokserve.features.grammar.grammar import Grammar
 from tokserve.protocol.messages import Submit
 from tokserve.protocol.params import StructuredOutputs
@@ -44,7 +45,7 @@ class Fixed(OneByOne):
 
 def drafting(right: int, wrong: int = 0, only: Sequence[int] | None = None, **options: Any) -> tuple[Engine, Fixed]:
     engine = Engine(**options)
-    drafter = engine.core.scheduler._drafter = Fixed(engine, right, wrong, only)
+    drafter = engine.draft_with(Fixed(engine, right, wrong, only))
     return engine, drafter
 
 
@@ -106,7 +107,7 @@ def test_a_stop_among_accepted_drafts_drops_what_follows(depth: int, stop: str) 
         def propose_one(self, request: Request, limit: int) -> list[int]:
             return [] if request.num_in_flight else tokens[request.num_output :][: min(limit, 6)]
 
-    engine.core.scheduler._drafter = Through()
+    engine.draft_with(Through())
     engine.run()
     assert engine.tokens("a") == tokens[: tokens.index(last) + 1] and engine.executor.accepted >= 3
     engine.check_complete("a")
@@ -200,13 +201,13 @@ def test_drafts_under_a_grammar_are_sampled_as_it_allows(depth: int) -> None:
 
     def run(drafts: list[int], seed: int) -> tuple[list[int], object]:
         engine = Engine(depth=depth, drafter=Given(drafts))
-        engine.core._admission._grammars = engine.core.grammars = cast(Any, Compiled())
+        engine.feature(GrammarFeature).grammars = cast(Any, Compiled())
         request = engine.make("g", PROMPT, seed=seed, structured_outputs=StructuredOutputs(regex="x"), max_tokens=9)
         engine.core.receive(b"A", Submit(7, "g", [request]))
         engine.run()
-        while engine.core._mask_worker:  # a thread makes the masks
+        while engine.feature(GrammarFeature).masks:  # a thread makes the masks
             engine.run()
-        engine.core._mask_worker.close()
+        engine.feature(GrammarFeature).masks.close()
         accepted.append(engine.executor.accepted)
         finish = engine.received["g"].finish
         return engine.tokens("g"), finish and (finish.reason, finish.detail, finish.message)
@@ -236,7 +237,7 @@ def test_a_failure_after_accepted_drafts_ends_the_request_with_them(depth: int) 
 @DEPTHS
 def test_drafts_of_many_requests_in_turn(depth: int) -> None:
     engine = Engine(depth=depth, max_num_batched_tokens=24)
-    drafter = engine.core.scheduler._drafter = RandomDrafter(engine.executor, seed=1)
+    drafter = engine.draft_with(RandomDrafter(engine.executor, seed=1))
     for i in range(12):
         engine.add(f"r{i}", PROMPT[: 1 + i % 5], seed=i, max_tokens=20, ignore_eos=True, logprobs=1)
     engine.run()

@@ -12,6 +12,7 @@ from tests.engine.drafters import text_drafter
 from tests.engine.harness import Engine
 from tests.engine.test_drafter import PROMPT, Compiled
 from tokserve.engine.request import Request
+from tokserve.features.grammar.engine import GrammarFeature
 from tokserve.features.speculation.draft_budget import StepCosts
 from tokserve.features.speculation.draft_state import DrawState
 from tokserve.features.speculation.drawn import EXPLORE, PRIOR, DrawnDrafts
@@ -25,7 +26,7 @@ RUN: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
 
 def drawing(method: str = "self", **options: Any) -> Engine:
     engine = Engine(**options)
-    engine.core.scheduler._drafter = text_drafter(method)
+    engine.draft_with(text_drafter(method))
     return engine
 
 
@@ -57,17 +58,17 @@ def test_the_first_token_is_not_drawn_for() -> None:
 @DEPTHS
 def test_masks_follow_the_drawn_drafts(depth: int) -> None:
     def run(engine: Engine) -> list[list[int]]:
-        engine.core._admission._grammars = engine.core.grammars = cast(Any, Compiled())
+        engine.feature(GrammarFeature).grammars = cast(Any, Compiled())
         tokens = []
         for seed in range(40):
             rid, structure = f"r{seed}", StructuredOutputs(regex="x")
             request = engine.make(rid, [*PROMPT, seed % 20], seed=seed, structured_outputs=structure, max_tokens=9)
             engine.core.receive(b"A", Submit(7, rid, [request]))
             engine.run()
-            while engine.core._mask_worker:  # a thread makes the masks
+            while engine.feature(GrammarFeature).masks:  # a thread makes the masks
                 engine.run()
             tokens.append(engine.tokens(rid))
-        engine.core._mask_worker.close()
+        engine.feature(GrammarFeature).masks.close()
         return tokens
 
     engine = drawing(depth=depth)
@@ -86,6 +87,12 @@ def test_rows_that_are_behind_are_not_counted() -> None:
     assert any(DRAWN in plan.draft_token_ids for plan in engine.executor.plans)
 
 
+class Told(SimpleNamespace):
+    """What a test tells, as a key of a table."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
 def request(**fields: Any) -> Request:
     """What `DrawnDrafts` reads of a request."""
     defaults = {
@@ -93,11 +100,17 @@ def request(**fields: Any) -> Request:
         "features": (),
         "num_output": 40,
         "prompt_len": 8,
-        "draw_state": None,
         "options": SimpleNamespace(adapter=""),
         "tokens": array("i"),
     }
-    return cast(Request, SimpleNamespace(**(defaults | fields)))
+    return cast(Request, Told(**(defaults | fields)))
+
+
+def known(drawn: DrawnDrafts, rate: float, **fields: Any) -> Request:
+    """A request whose drafts are right so often."""
+    result = request(**fields)
+    drawn._states[result] = DrawState(rate)
+    return result
 
 
 def chosen(drawn: DrawnDrafts, *requests: Request, gains: list[float] | None = None) -> list[int]:
@@ -108,18 +121,19 @@ def chosen(drawn: DrawnDrafts, *requests: Request, gains: list[float] | None = N
 
 def test_more_is_drawn_for_those_that_are_more_often_right() -> None:
     drawn = DrawnDrafts(32, computes_prompts=False)
-    good, fair, bad = (request(draw_state=state) for state in map(DrawState, (0.97, 0.8, 0.05)))
+    good, fair, bad = (known(drawn, rate) for rate in (0.97, 0.8, 0.05))
     counts = chosen(drawn, good, fair, bad)
     assert counts[0] > counts[1] > counts[2] == 0
     assert chosen(drawn, good)[0] > chosen(drawn, fair)[0] > 0
     assert chosen(drawn, good, gains=[3.9]) == [0], "a text that is right costs no passes"
     assert chosen(drawn, good, gains=[0.4])[0] > 0
-    assert max(chosen(DrawnDrafts(3, computes_prompts=False), good)) == 3
+    few = DrawnDrafts(3, computes_prompts=False)
+    assert max(chosen(few, known(few, 0.97))) == 3
 
 
 def test_passes_that_cost_as_much_as_steps_are_not_made() -> None:
     drawn, costs = DrawnDrafts(32, computes_prompts=False), StepCosts()
-    good = request(draw_state=DrawState(0.9))
+    good = known(drawn, 0.9)
     for _ in range(40):
         costs.record(1, 1, 0.01)
         drawn.on_drawn(DraftPasses(0.02, 2, 2), 1)
@@ -132,7 +146,7 @@ def test_passes_that_cost_as_much_as_steps_are_not_made() -> None:
 
 def test_drafting_is_tried_again_after_a_number_of_tokens() -> None:
     drawn = DrawnDrafts(32, computes_prompts=False)
-    one = request(draw_state=DrawState(0.05), num_output=3)
+    one = known(drawn, 0.05, num_output=3)
     assert chosen(drawn, one) == [0]
     one.__dict__["num_output"] = EXPLORE
     assert chosen(drawn, one) == [2] and chosen(drawn, one) == [0]

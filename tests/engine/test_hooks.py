@@ -8,7 +8,7 @@ from tests.engine.harness import Engine
 from tokserve.engine import features
 from tokserve.engine.hooks import EngineFeature, Hooks
 from tokserve.engine.request import Request
-from tokserve.protocol.messages import Submit, SubmitReply
+from tokserve.protocol.messages import EngineRequest, Submit, SubmitReply
 
 
 class Refusing(EngineFeature):
@@ -45,3 +45,48 @@ def test_an_engine_without_features_serves_plain_requests(depth: int, monkeypatc
     for number in range(5):
         engine.check_complete(f"r{number}")
     engine.check_empty()
+
+
+class Counting(EngineFeature):
+    """Has attached itself to these requests and not heard of their end."""
+
+    def __init__(self) -> None:
+        self.requests: list[str] = []
+        self.tokens: list[int] = []
+        self.is_open = True
+
+    def attach(self, request: Request, spec: EngineRequest) -> None:
+        self.requests.append(request.request_id)
+        request.listeners += (self.tokens.append,)
+        request.gates += (lambda: self.is_open,)
+
+    def on_end(self, request: Request) -> None:
+        self.requests.remove(request.request_id)
+
+
+def counting() -> tuple[Engine, Counting]:
+    engine, feature = Engine(), Counting()
+    engine.core._hooks.collect((*engine.core.features, feature))
+    return engine, feature
+
+
+def test_features_hear_of_the_end_of_requests_that_are_refused_after_others_were_made() -> None:
+    engine, feature = counting()
+    requests = [engine.make("r#0", [3, 4], max_tokens=2), engine.make("r#1", [3, 4] * 40, max_tokens=2)]
+    assert engine.submit("r", *requests).refusal == "invalid"
+    assert feature.requests == []
+    engine.check_empty()
+
+
+def test_a_gate_holds_a_request_and_a_listener_hears_its_tokens() -> None:
+    engine, feature = counting()
+    engine.add("r", [3, 4], max_tokens=6, ignore_eos=True)
+    engine.steps(3)
+    feature.is_open = False
+    engine.steps(3)
+    held = list(feature.tokens)
+    assert len(held) < 6 and not engine.core.scheduler.in_flight
+    feature.is_open = True
+    engine.run()
+    assert feature.tokens == engine.tokens("r") and feature.requests == []
+    engine.check_complete("r")

@@ -256,7 +256,7 @@ def test_the_log_has_a_line_for_each_change_of_weights_and_sleep(caplog: pytest.
 def test_a_commit_can_have_all_kv_computed_again(depth: int, drafts: bool, paused: bool) -> None:
     engine = busy(depth, requests=3)
     if drafts:
-        engine.core.scheduler._drafter = RandomDrafter(engine.executor, random.Random(1).randrange(9))
+        engine.draft_with(RandomDrafter(engine.executor, random.Random(1).randrange(9)))
     engine.add("long", [*PROMPT, *PROMPT, 5], prompt_logprobs=1, max_tokens=6, ignore_eos=True)
     if paused:
         ask(engine, "pause", mode="keep")
@@ -280,7 +280,7 @@ def test_a_pause_can_take_the_kv_of_what_is_in_flight(depth: int, drafts: bool) 
     """Then all weights that come before the end of the pause make it again, and requests hold no blocks meanwhile."""
     engine = busy(depth, requests=3)
     if drafts:
-        engine.core.scheduler._drafter = RandomDrafter(engine.executor, random.Random(1).randrange(9))
+        engine.draft_with(RandomDrafter(engine.executor, random.Random(1).randrange(9)))
     engine.add("long", [*PROMPT, *PROMPT, 5], prompt_logprobs=1, max_tokens=6, ignore_eos=True)
     engine.step()
     before = {rid: len(engine.tokens(rid)) for rid in ("r0", "r1", "r2")}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from tokserve.engine.request import Request
 from tokserve.features.grammar import mask_worker as module
+from tokserve.features.grammar.followed import FollowedGrammar
 from tokserve.features.grammar.mask_worker import MaskWorker
 
 LONG = 60.0  # seconds; passes only if the test fails
@@ -39,7 +41,7 @@ class Worker(MaskWorker):
         super().__init__(self.woken.release)
         self.patience = LONG
 
-    def wait(self, count: int) -> list[Request]:
+    def wait(self, count: int) -> list[FollowedGrammar]:
         computed = self.poll()
         while len(computed) < count:
             assert self.woken.acquire(timeout=LONG)
@@ -47,11 +49,12 @@ class Worker(MaskWorker):
         return computed
 
 
-def pending(work: Callable[[], object] = lambda: None, *, is_slow: bool = False, has_bitmask: bool = False) -> Request:
-    request = cast(Any, object.__new__(Request))
-    request.request_id, request.pending_grammar, request.withheld = "a#0", None, False
-    request.grammar = GrammarState(work, is_slow=is_slow, has_bitmask=has_bitmask)
-    return cast(Request, request)
+def pending(
+    work: Callable[[], object] = lambda: None, *, is_slow: bool = False, has_bitmask: bool = False
+) -> FollowedGrammar:
+    followed = FollowedGrammar(cast(Any, SimpleNamespace(request_id="a#0")), Future())
+    followed.state = cast(Any, GrammarState(work, is_slow=is_slow, has_bitmask=has_bitmask))
+    return followed
 
 
 @pytest.mark.parametrize(("is_slow", "has_bitmask"), [(False, True), (False, False), (True, True)])
@@ -118,7 +121,7 @@ def test_a_slow_mask_does_not_hold_up_those_of_other_requests() -> None:
             quick = [pending(), pending(has_bitmask=True)]
             worker.submit(quick)
             assert set(worker.poll()) == set(quick)
-        assert worker and surprising.grammar is not None and surprising.grammar.pending
+        assert worker and surprising.state is not None and surprising.state.pending
         go_on.set()
         assert set(worker.wait(4)) == {*slow, surprising} and not worker
     finally:
@@ -138,11 +141,11 @@ def test_a_mask_is_used_only_once_the_loop_has_polled_it() -> None:
         worker.patience = 0.0  # the loop does not wait
         worker.submit([request])
         assert computed.wait(LONG)
-        assert worker.poll() == [] and worker and not request.is_ready_to_sample
+        assert worker.poll() == [] and worker and not request.is_ready
         go_on.set()
         assert worker.woken.acquire(timeout=LONG)
-        assert not request.is_ready_to_sample
-        assert worker.poll() == [request] and not worker and request.is_ready_to_sample
+        assert not request.is_ready
+        assert worker.poll() == [request] and not worker and request.is_ready
     finally:
         go_on.set()
         worker.close()

@@ -140,7 +140,7 @@ def test_the_heavy_client_takes_turns_among_its_own_requests() -> None:
 
 def test_drafts_within_the_share_of_a_client_come_before_what_exceeds_the_shares() -> None:
     engine = loaded()
-    engine.core.scheduler._drafter = Fixed(engine, right=16)
+    engine.draft_with(Fixed(engine, right=16))
     before = len(engine.executor.plans)
     engine.add("light", [5, 6, 7], max_tokens=20, ignore_eos=True, client="light")
     while not engine.received.get("light") or engine.received["light"].finish is None:
@@ -165,7 +165,7 @@ def test_requests_that_enter_beyond_the_share_of_their_client_leave_drafts_their
     for i in range(600):
         engine.add(f"h{i}", [i % 20], max_tokens=1, ignore_eos=True, client="heavy", seed=i)
     engine.steps(2)
-    engine.core.scheduler._drafter = Fixed(engine, right=16)
+    engine.draft_with(Fixed(engine, right=16))
     assert steps_of_light(engine) <= 5, "a share has 8 tokens a step"
     assert all(int(plan.num_tokens.sum()) == 16 for plan in engine.executor.plans[3:8]), "budget was wasted"
     engine.run()
@@ -187,7 +187,7 @@ def test_the_drafts_of_one_client_do_not_take_the_place_of_anothers() -> None:
     for i in range(3):
         engine.add(f"h{i}", [3, i], max_tokens=50, ignore_eos=True, client="heavy", seed=i)
     engine.steps(2)
-    engine.core.scheduler._drafter = Likeliest(engine, right=16)
+    engine.draft_with(Likeliest(engine, right=16))
     assert steps_of_light(engine) <= 4
     engine.run()
     for request_id in engine.requests:
@@ -200,7 +200,7 @@ def test_clients_that_compute_nothing_need_no_share() -> None:
         engine.add(f"s{i}", [3, i], max_tokens=50, ignore_eos=True, client=f"stalled {i}")
     engine.steps(8)
     engine.stall(*(f"s{i}" for i in range(6)))
-    engine.core.scheduler._drafter = Fixed(engine, right=16)
+    engine.draft_with(Fixed(engine, right=16))
     before = len(engine.executor.plans)
     engine.add("light", [5, 6, 7], max_tokens=20, ignore_eos=True, client="light")
     while not engine.received.get("light") or engine.received["light"].finish is None:

@@ -14,6 +14,7 @@ from tests.engine.grammars import STEPS, Machine, compiled
 from tests.engine.harness import Engine
 from tests.engine.solo import EOS, VOCAB
 from tokserve.base.errors import QueueFull, RequestError
+from tokserve.features.grammar.engine import GrammarFeature
 from tokserve.features.grammar.grammar import Grammar
 from tokserve.protocol.messages import StepOutput, Submit, SubmitReply
 from tokserve.protocol.params import StructuredOutputs
@@ -27,6 +28,13 @@ class Grammars:
     """Compiles when it is told to."""
 
     machine = Machine
+    num_bytes = num_compiling = num_refused = 0
+
+    def forget(self, grammar: Grammar) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def __init__(self) -> None:
         self.futures: list[Future[Grammar]] = []
@@ -60,9 +68,9 @@ def make_engine(**options: Any) -> tuple[Engine, Grammars]:
     """An engine whose masks are computed by threads, which it waits for as long as they take."""
     engine, grammars = Engine(**options), Grammars()
     ENGINES.append(engine)
-    engine.core._admission._grammars = cast(Any, grammars)
-    engine.core._mask_worker.patience = LONG
-    engine.core._mask_worker.resting_until = math.inf
+    engine.feature(GrammarFeature).grammars = cast(Any, grammars)
+    engine.feature(GrammarFeature).masks.patience = LONG
+    engine.feature(GrammarFeature).masks.resting_until = math.inf
     return engine, grammars
 
 
@@ -250,11 +258,11 @@ def stuck(**options: Any) -> tuple[Engine, Stuck, threading.Event]:
     """An engine whose request "g" waits for a mask, the machine that delays it, and the event "a mask is done"."""
     engine, grammars = make_engine(**options)
     machine, mask_done = Stuck(), threading.Event()
-    engine.core._mask_worker._wake = mask_done.set
+    engine.feature(GrammarFeature).masks._wake = mask_done.set
     grammars.machine = lambda: machine  # type: ignore[assignment]
     send(engine, "g", seed=5)
     grammars.finish()
-    engine.core._mask_worker.patience = 0.0
+    engine.feature(GrammarFeature).masks.patience = 0.0
     while not machine.reached.is_set():
         if not engine.step():
             machine.reached.wait(0.001)  # or a mask is there, which only a step finds out
@@ -286,11 +294,11 @@ def test_a_slow_mask_delays_no_other_request(depth: int) -> None:
 @DEPTHS
 def test_others_that_follow_grammars_do_not_wait_for_a_slow_one(depth: int) -> None:
     engine, machine, _ = stuck(depth=depth)
-    engine.core._mask_worker.patience = LONG
+    engine.feature(GrammarFeature).masks.patience = LONG
     for i in range(3):
         future: Future[Grammar] = Future()
         future.set_result(compiled(Machine()))
-        engine.core._admission._grammars.compile = lambda *_, future=future: future  # type: ignore[method-assign, misc]
+        engine.feature(GrammarFeature).grammars.compile = lambda *_, future=future: future  # type: ignore[method-assign, misc]
         send(engine, f"h{i}", seed=i, call_id=30 + i)
     engine.run()
     assert all(engine.received[f"h{i}"].finish is not None for i in range(3))
@@ -309,7 +317,7 @@ def test_an_abort_does_not_wait_for_a_mask(depth: int) -> None:
     machine.free.set()
     assert mask_done.wait(LONG)
     engine.run()
-    assert not engine.core._mask_worker
+    assert not engine.feature(GrammarFeature).masks
     engine.check_empty()
 
 
@@ -323,7 +331,7 @@ def test_a_grammar_that_others_have_exhausted_ends_a_request_and_not_the_engine(
     engine, grammars = make_engine()
     grammars.machine = Exhausted
     forgotten: list[Grammar] = []
-    monkeypatch.setattr(engine.core.grammars, "forget", forgotten.append)
+    monkeypatch.setattr(engine.feature(GrammarFeature).grammars, "forget", forgotten.append)
     send(engine, "g", "h")
     engine.add("a", [6, 7], max_tokens=4, ignore_eos=True)
     grammars.finish()
@@ -350,7 +358,7 @@ def test_an_unexpected_error_ends_only_its_request(good: int, resting_until: flo
             return super().compute_bitmask()
 
     engine, grammars = make_engine()
-    engine.core._mask_worker.resting_until = resting_until
+    engine.feature(GrammarFeature).masks.resting_until = resting_until
     grammars.machine = Broken
     send(engine, "g")
     grammars.finish()
@@ -414,7 +422,7 @@ def test_a_late_mask_withholds_its_row_and_its_position_is_computed_again() -> N
     assert withheld in (1, 2) and len(engine.tokens("g")) == 2
     computed = engine.executor.computed["g"]
     mask_done.clear()
-    engine.core._mask_worker.patience = LONG
+    engine.feature(GrammarFeature).masks.patience = LONG
     machine.free.set()
     while engine.received["g"].finish is None:
         if not engine.step():

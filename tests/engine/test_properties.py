@@ -94,7 +94,7 @@ def play(options: dict[str, Any], script: list[Arrival], reset_at: int | None) -
     engine = Engine(num_blocks=num_blocks, block_size=block_size, context=40, **options)
     if right is not None:
         guesses = RandomDrafter(engine.executor, len(script), right)
-        engine.core.scheduler._drafter = guesses if len(script) % 3 else text_drafter()
+        engine.draft_with(guesses if len(script) % 3 else text_drafter())
     aborts: list[tuple[int, str]] = []
     expected: dict[str, str] = {}
     for turn in range(2000):

@@ -20,7 +20,7 @@ RUN: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
 
 def drafting(**options: Any) -> tuple[Engine, TextDrafter]:
     engine = Engine(**options)
-    drafter = engine.core.scheduler._drafter = TextDrafter(SpeculationPlan("suffix", 16, 1 << 20), VOCAB)
+    drafter = engine.draft_with(TextDrafter(SpeculationPlan("suffix", 16, 1 << 20), VOCAB))
     return engine, drafter
 
 
@@ -72,13 +72,13 @@ def test_an_output_without_speculation_is_not_kept() -> None:
 
 
 def test_choices_share_a_prediction() -> None:
-    engine, _ = drafting()
+    engine, drafter = drafting()
     requests = [
         msgspec.structs.replace(engine.make(f"k#{i}", PROMPT, seed=i, **RUN), drafts=pack_ids([3] * 50))
         for i in range(3)
     ]
     engine.core.receive(b"A", Submit(7, "k", requests))
-    predictions = {id(request.prediction) for request in engine.core.live}
+    predictions = {id(drafter._predictions[request]) for request in engine.core.live}
     assert len(predictions) == 1
     engine.run()
     for i in range(3):

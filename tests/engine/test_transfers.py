@@ -15,6 +15,7 @@ import pytest
 
 from tests.engine.harness import Engine
 from tokserve.base.errors import RequestError
+from tokserve.features.grammar.engine import GrammarFeature
 from tokserve.features.grammar.grammar import Grammar
 from tokserve.features.kv import transfers
 from tokserve.features.kv.tcp import Pull, run_pull
@@ -244,7 +245,7 @@ def test_a_request_whose_grammar_is_refused_gives_up_the_lease(tmp_path: Path, m
     with pair(tmp_path) as (first, second):
         params = prefill(first)
         grammar: Future[Grammar] = Future()
-        monkeypatch.setattr(second.core.grammars, "compile", lambda outputs, client: grammar)
+        monkeypatch.setattr(second.feature(GrammarFeature).grammars, "compile", lambda outputs, client: grammar)
         options: dict[str, Any] = {"structured_outputs": StructuredOutputs(regex="("), "kv_transfer_params": params}
         second.core.receive(b"A", Submit(7, "b", [second.make("b#0", PROMPT, **options)]))
         grammar.set_exception(RequestError("it cannot be compiled"))

@@ -58,7 +58,9 @@ class RealEngine(Engine):
         self.config = Config.make(**(defaults | options))
         self.real = InlineExecutor(self.config)
         self.clock = Clock()
-        self.core = EngineCore(self.config, self.real, self.real.start(), self._emit, self.clock, lambda: None, drafter)
+        self.core = EngineCore(self.config, self.real, self.real.start(), self._emit, self.clock, lambda: None)
+        if drafter is not None:
+            self.draft_with(drafter)
         self.received, self.requests, self.owners = {}, {}, {}
         self.messages, self.submit_replies, self.loads = [], [], {}
 

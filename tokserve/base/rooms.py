@@ -16,6 +16,8 @@ from typing import Any
 
 ROOMS: dict[str, str] = {  # module of the room, by its name; routes of a later one replace those of an earlier one
     "observe": "tokserve.features.observe.room",
+    "grammar": "tokserve.features.grammar.room",
+    "speculation": "tokserve.features.speculation.room",
     "lora": "tokserve.features.lora.room",
     "weights": "tokserve.features.weights.room",
     "pooling": "tokserve.features.pooling.room",

@@ -1,8 +1,8 @@
 """Whether a submission is accepted: all of its requests or none, with a `SubmitReply` either way.
 
-What is accepted is registered and queued; if grammars must be compiled first, the reply waits for them
-(`pending_grammars`).  Thousands of requests in one submission are made in slices between steps, so that others do not
-wait for them.
+What is accepted is registered and queued; if features have something to prepare first, as a grammar to be compiled, the
+reply waits for that (`pending`).  Thousands of requests in one submission are made in slices between steps, so that
+others do not wait for them.
 """
 
 from __future__ import annotations
@@ -15,19 +15,16 @@ import msgspec
 
 from tokserve.base.errors import RequestError
 from tokserve.config import Config
-from tokserve.engine.hooks import Hooks
+from tokserve.engine.hooks import Hooks, Preparation
 from tokserve.engine.output.front_ends import Emit
 from tokserve.engine.output.output_buffer import Limits
+from tokserve.engine.pending import PendingReplies
 from tokserve.engine.registry import Registry
 from tokserve.engine.request import Request
 from tokserve.engine.scheduler import Scheduler
 from tokserve.features.fairness.deadlines import Deadlines
-from tokserve.features.grammar.grammars import Grammars
-from tokserve.features.grammar.pending_grammars import PendingGrammars
 from tokserve.features.images.vision import check_image
 from tokserve.features.kv.external_kv import ExternalKV
-from tokserve.features.speculation.drafter import prediction_index
-from tokserve.features.speculation.token_index import TokenIndex
 from tokserve.protocol.images import KIND, ImageFormat
 from tokserve.protocol.messages import EngineRequest, Status, Submit, SubmitReply
 from tokserve.protocol.params import SamplingParams
@@ -45,7 +42,6 @@ class PendingSubmission:
     def __init__(self, identity: bytes, submit: Submit, received: float, first: int) -> None:
         self.identity, self.submit, self.received, self.first = identity, submit, received, first
         self.requests: list[Request] = []
-        self.predictions: dict[bytes, TokenIndex] = {}  # by `EngineRequest.drafts`: choices share them
         self.features: dict[tuple[bytes, int], Feature] = {}  # by hash and length: those with data
         self.refusal: SubmitReply | None = None
         self.ended: str | None = None  # why it was aborted before it was accepted
@@ -73,8 +69,9 @@ class PendingSubmission:
 
 
 class Admission:
-    """`submit` replies by `emit`.  `fail` ends a request that was accepted before its grammar failed, `abort` requests
-    that were aborted before they were accepted; `wake` is called, from any thread, when a grammar is compiled."""
+    """`submit` replies by `emit`.  `fail` ends a request that was accepted before its preparation failed, `abort`
+    requests that were aborted before they were accepted; `wake` is called, from any thread, when a preparation has
+    ended."""
 
     def __init__(
         self,
@@ -84,7 +81,6 @@ class Admission:
         registry: Registry,
         scheduler: Scheduler,
         hooks: Hooks,
-        grammars: Grammars,
         deadlines: Deadlines,
         emit: Emit,
         fail: Callable[[Request, str], None],
@@ -94,7 +90,7 @@ class Admission:
     ) -> None:
         self.num_received = 0  # requests that were numbered, and the number of the next
         self.closed = False  # for good: the engine is about to end
-        self.pending = PendingGrammars(emit, self._drop_refused, fail)
+        self.pending = PendingReplies(emit, self._drop_refused, fail)
         self._fair = config.scheduler.fair_clients
         self._max_of_client = config.scheduler.max_requests_per_client
         self._reject_while_paused = config.server.reject_while_paused
@@ -102,7 +98,6 @@ class Admission:
         self._registry = registry
         self._scheduler = scheduler
         self._hooks = hooks
-        self._grammars = grammars
         self._deadlines = deadlines
         self._emit = emit
         self._abort = abort
@@ -162,8 +157,17 @@ class Admission:
         """Whether a large submission that is not accepted yet was aborted."""
         return request_id in self._in_progress and self._in_progress[request_id].ended is not None
 
+    def _forget(self, requests: Sequence[Request]) -> None:
+        """Requests were made, and are not accepted: features keep nothing of them."""
+        for request in requests:
+            for on_end in self._hooks.on_end:
+                on_end(request)
+
     def leave(self, identity: bytes) -> None:
         """A front end has gone: its large submissions are made no further."""
+        for large in self._in_progress.values():
+            if large.identity == identity:
+                self._forget(large.requests)
         self._in_progress = {key: large for key, large in self._in_progress.items() if large.identity != identity}
 
     def proceed(self, status: Status, now: float) -> None:
@@ -179,7 +183,7 @@ class Admission:
     def _make(self, large: PendingSubmission) -> bool:
         """Make the requests of the next slice; whether there are more to make."""
         try:
-            large.requests += self._requests(large)
+            self._make_slice(large)
         except RequestError as error:
             large.refusal = SubmitReply(large.submit.call_id, "invalid", error.message)
         except Exception:  # an unforeseen error of one submission must not end the others
@@ -189,17 +193,20 @@ class Admission:
     def _finish(self, large: PendingSubmission) -> None:
         """Accept all requests, or none."""
         submit, requests = large.submit, large.requests
+        preparations: dict[Request, list[Preparation]] = {}
         if large.refusal is None and large.ended is None:
             try:
-                self._compile_grammars(requests, submit.client)
+                preparations = self._prepare(requests)
             except RequestError as error:
                 large.refusal = SubmitReply(submit.call_id, "invalid", error.message)
             except Exception:  # as above
                 large.refusal = self._internal_error(submit)
         if large.refusal is None:
             self._accept(submit, requests)
-            if any(request.pending_grammar is not None for request in requests):
-                return self.pending.add(large.identity, submit.call_id, requests)
+            if preparations:
+                return self.pending.add(large.identity, submit.call_id, requests, preparations)
+        else:
+            self._forget(requests)
         self._emit(large.identity, large.refusal or SubmitReply(submit.call_id))
         if large.refusal is None and large.ended is not None:
             self._abort(requests, large.ended)
@@ -241,8 +248,8 @@ class Admission:
         message = f"request_id {submit.request_id!r} is in use by a request in flight"
         return SubmitReply(submit.call_id, "duplicate_id", message)
 
-    def _requests(self, large: PendingSubmission) -> list[Request]:
-        """One of each `EngineRequest` of the next slice.  Raises RequestError."""
+    def _make_slice(self, large: PendingSubmission) -> None:
+        """Make one of each `EngineRequest` of the next slice.  Raises RequestError."""
         start = len(large.requests)
         sent = large.submit.requests[start : start + SLICE]
         specs = [large.with_features(spec, self._limits.images) for spec in sent]
@@ -258,27 +265,35 @@ class Admission:
             )
             for number, spec in enumerate(specs, large.first + start)
         ]
+        large.requests += requests  # features that are attached to some of them will hear of their end
         for spec, request in zip(specs, requests, strict=True):
             for attach in self._hooks.attach:
                 attach(request, spec)
-            if spec.options.adapter and request.variant is None:
-                raise RequestError("this server serves no adapters", field="adapter")
-            if spec.drafts:
-                if spec.drafts not in large.predictions:
-                    large.predictions[spec.drafts] = prediction_index(spec.drafts)
-                request.expect(large.predictions[spec.drafts])
-        return requests
+            self._check_served(request)
 
-    def _compile_grammars(self, requests: Sequence[Request], client: str) -> None:
-        """Begin to compile the grammars.  Raises RequestError."""
+    def _check_served(self, request: Request) -> None:
+        """Raise RequestError for what only a feature serves that this engine does not have."""
+        if request.options.adapter and request.variant is None:
+            raise RequestError("this server serves no adapters", field="adapter")
+        if isinstance(request.task, SamplingParams) and request.task.structured_outputs and not self._hooks.bitmask:
+            raise RequestError("this server has no grammars", field="structured_outputs")
+
+    def _prepare(self, requests: Sequence[Request]) -> dict[Request, list[Preparation]]:
+        """What the requests wait for, those that do.  Raises RequestError."""
+        result: dict[Request, list[Preparation]] = {}
         for request in requests:
-            if isinstance(request.task, SamplingParams) and request.task.structured_outputs is not None:
-                request.pending_grammar = self._grammars.compile(request.task.structured_outputs, client)
-                request.pending_grammar.add_done_callback(lambda _: self._wake())
+            for prepare in self._hooks.prepare:
+                preparation = prepare(request)
+                if preparation is not None:
+                    result.setdefault(request, []).append(preparation)
+                    preparation.future.add_done_callback(lambda _: self._wake())
+        return result
 
     def _accept(self, submit: Submit, requests: list[Request]) -> None:
         self._registry.add(submit.request_id, requests)
         for request in requests:
+            for accept in self._hooks.accept:
+                accept(request)
             self._deadlines.add(request)
             self._external.expect(request)
             self._scheduler.add(request)

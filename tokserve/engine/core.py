@@ -39,14 +39,10 @@ from tokserve.executor.base import Executor
 from tokserve.families.recurrent.snapshots import Snapshots
 from tokserve.features.fairness.announcements import Announcements
 from tokserve.features.fairness.deadlines import Deadlines
-from tokserve.features.grammar.grammars import Grammars
-from tokserve.features.grammar.mask_worker import MaskWorker
 from tokserve.features.kv.event_publisher import EventPublisher
 from tokserve.features.kv.events import EventLog
 from tokserve.features.kv.external_kv import ExternalKV
 from tokserve.features.profiler.commands import LOOP, Profiler
-from tokserve.features.speculation.drafter import Drafter, NoDrafts
-from tokserve.features.speculation.drafter import make as make_drafter
 from tokserve.protocol.kv_spec import KVLayout
 from tokserve.protocol.messages import (
     Abort,
@@ -79,16 +75,13 @@ class EngineCore:
         emit: Emit,
         clock: Callable[[], float] = time.monotonic,
         wake: Callable[[], None] = lambda: None,
-        drafter: Drafter | None = None,
     ) -> None:
         self._config, self._facts, self._clock = config, facts, clock
-        self._text_drafter = make_drafter(config.speculation.resolved(), facts.vocab_size) if drafter is None else None
-        drafter = self._text_drafter if drafter is None else drafter
         self.limits = _limits(config, facts)
         self._events = None if (plan := config.kv.events()) is None else EventPublisher(plan)
         self.cache = _make_cache(config, facts.layout, events=self._events is not None)
         self.scheduler = Scheduler(
-            config.scheduler, self.cache, facts.weight_version, drafter,
+            config.scheduler, self.cache, facts.weight_version,
             image_tokens=0 if facts.images is None else facts.images.step_tokens,
             prompt_tokens=self.limits.context if facts.whole_prompts else 0,
         )  # fmt: skip
@@ -100,23 +93,21 @@ class EngineCore:
             config.kv, self.cache, executor, self.control.weights, facts.facts,
             tokens_per_second=self.scheduler.tokens_per_second, clock=clock, wake=wake,
         )  # fmt: skip
-        self._outbox = Outbox()
-        made_of = self.limits, self.cache, self.scheduler, self.control, executor, self, self._outbox, clock, wake
-        self.features = make_features(EngineContext(config, facts, *made_of))
-        self._hooks = Hooks(self.features)
+        self._outbox, self._hooks = Outbox(), Hooks()
+        made_of = self.limits, self.cache, self.scheduler, self.control, executor, self, self._outbox, self._hooks
+        self.features = make_features(EngineContext(config, facts, *made_of, clock, wake))
+        self._hooks.collect(self.features)
         self.scheduler.use(self._hooks)
-        self.grammars = Grammars(config, facts.vocab_size, self.limits.eos)
         self.stopped, self._executor = False, executor
         self._depth = config.scheduler.steps_in_flight
         self._last_step: InFlightStep | None = None  # since the engine was last idle
         self._registry = Registry()
         self._announcements = Announcements()
         self._deadlines = Deadlines()
-        self._mask_worker = MaskWorker(wake)
         self._front_ends = FrontEnds(emit, clock, self._gauges)
         self._admission = Admission(
             config, limits=self.limits, registry=self._registry, scheduler=self.scheduler, hooks=self._hooks,
-            grammars=self.grammars, deadlines=self._deadlines, emit=emit, fail=self._fail, abort=self._abort,
+            deadlines=self._deadlines, emit=emit, fail=self._fail, abort=self._abort,
             wake=wake, external=self._external,
         )  # fmt: skip
         self._aborts = Aborts(
@@ -134,14 +125,7 @@ class EngineCore:
 
     def _command_owners(self) -> list[object]:
         """The objects whose methods are commands."""
-        core = [
-            self,
-            self.control,
-            self.control.weights,
-            self._aborts,
-            self._text_drafter or NoDrafts(),
-            self._profiler,
-        ]
+        core = [self, self.control, self.control.weights, self._aborts, self._profiler]
         return [*core, *chain.from_iterable(feature.commands for feature in self.features)]
 
     # --- the loop ---
@@ -158,7 +142,7 @@ class EngineCore:
         self._expire()
         if self.control.expire():
             self._send_status()
-        self._poll_grammars()
+        self._admission.pending.poll()
         self._poll_external()
         for poll in self._hooks.poll:
             poll()
@@ -189,9 +173,9 @@ class EngineCore:
 
     @property
     def _may_wait(self) -> bool:
-        """Whether requests may wait although nothing runs: for a command, a feature, a grammar, a mask, KV, or their
+        """Whether requests may wait although nothing runs: for a command, a feature, KV, or their
         client."""
-        if self.control.may_be_idle or self._admission.pending or self._mask_worker or self._external.busy:
+        if self.control.may_be_idle or self._admission.pending or self._external.busy:
             return True
         return self.scheduler.num_stalled > 0 or any(is_busy() for is_busy in self._hooks.is_busy)
 
@@ -210,11 +194,10 @@ class EngineCore:
     def _sample(self) -> None:
         """Sample from the newest step, unless a mask still depends on a step before it."""
         step = self.scheduler.in_flight[-1]
-        if step.future is None and step.can_sample():
+        if step.future is None and all([can_sample(step) for can_sample in self._hooks.can_sample]):
             with self._span("sample"):
-                if step.has_drawn_grammar_rows:
-                    step.set_drawn(self._executor.drafts())
-                step.future = self._executor.sample(step.bitmask())
+                masks = [bitmask(step) for bitmask in self._hooks.bitmask]
+                step.future = self._executor.sample(next((mask for mask in masks if mask is not None), None))
 
     def _collect(self) -> None:
         """Take the result of the oldest step, and send what it brought."""
@@ -230,9 +213,10 @@ class EngineCore:
         for request in requests:
             if request.finish is not None:
                 self._remove(request)
-        if step.grammar_rows:
-            self._mask_worker.submit(row.request for row in step.grammar_rows if row.request.finish is None)
-            requests += [request for request in self._end_by_masks() if request not in requests]
+        for on_result in self._hooks.on_result:
+            on_result(step, result, now)
+        if self._outbox.ended:
+            requests += [request for request in self._take_ended() if request not in requests]
         requests = self._external.offer(requests)
         if self.scheduler.in_flight:
             self._sample()
@@ -249,9 +233,17 @@ class EngineCore:
             if request.finish is None:
                 self._fail(request, reason)
 
+    def _take_ended(self) -> list[Request]:
+        """Take out the requests that features have ended."""
+        ended, self._outbox.ended = self._outbox.ended, []
+        for request in ended:
+            self._end(request)
+        return ended
+
     def _empty_outbox(self) -> None:
         """Do what features have asked for."""
         outbox = self._outbox
+        self._front_ends.send(self._take_ended())
         commands, outbox.commands = outbox.commands, []
         for begun in commands:
             self._commands.begin(begun)
@@ -273,28 +265,6 @@ class EngineCore:
         if self._events is not None and self.cache.events is not None and (events := self.cache.events.take()):
             self._events.publish(events)
 
-    def _poll_grammars(self) -> None:
-        """Take the grammars and the masks that are ready since the last turn."""
-        ready = self._admission.pending.poll()
-        if ready:
-            self._mask_worker.submit(ready)
-        if self._mask_worker:
-            self._front_ends.send(self._end_by_masks())
-
-    def _end_by_masks(self) -> list[Request]:
-        """The requests that end by the masks that have been computed."""
-        now = self._clock()
-        ended: list[Request] = []
-        for request in self._mask_worker.poll():
-            if request.grammar is not None and request.grammar.error is not None:
-                self.grammars.forget(request.grammar.grammar)
-            if request.finish is None:
-                request.on_bitmask(now)
-                if request.finish is not None:
-                    self._end(request)
-                    ended.append(request)
-        return ended
-
     def _on_idle(self) -> None:
         """Check for lost blocks while there is nothing to do, and send the last gauges to front ends that
         were sent others."""
@@ -306,13 +276,13 @@ class EngineCore:
             self._front_ends.refresh_stats(self._clock())
 
     def close(self) -> None:
-        """End the threads and the process of grammars."""
+        """End the threads and processes of features."""
         if self._events is not None:
             self._publish_events()
             self._events.close()
         self._external.close()
-        self.grammars.close()
-        self._mask_worker.close()
+        for close in self._hooks.close:
+            close()
 
     def summary(self) -> str:
         """What was being computed, for the log of a crash."""
@@ -393,8 +363,7 @@ class EngineCore:
 
     def _end(self, request: Request) -> None:
         """Take out a request that got its `finish` between steps."""
-        if request.pending_grammar is not None:
-            self._admission.pending.on_abort(request)
+        self._admission.pending.on_abort(request)
         self.scheduler.drop(request)
         self._remove(request)
 
@@ -443,13 +412,7 @@ class EngineCore:
             self._front_ends.send_status(status)
 
     def _gauges(self) -> StepStats:
-        grammars = self.grammars
-        return msgspec.structs.replace(
-            self.scheduler.stats(),
-            grammar_bytes=grammars.num_bytes,
-            grammars_compiling=grammars.num_compiling,
-            grammar_refusals=grammars.num_refused,
-        )
+        return self.scheduler.stats()
 
     # --- commands of its own; `engine/admin` and the drafter have the others ---
 
@@ -514,8 +477,8 @@ class EngineCore:
         self.cache.reset()
         if reset_external:
             self._external.clear()
-            if self._text_drafter is not None:
-                self._text_drafter.history.clear()
+            for clear in self._hooks.clear:
+                clear()
         return True
 
     @command("leave")

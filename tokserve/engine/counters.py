@@ -14,29 +14,6 @@ from tokserve.protocol.messages import AGES, PREEMPTIONS, STEP_TOKENS
 EPOCHS_KEPT = 1000
 
 
-class DraftCounters:
-    """Steps of requests with drafts, drafts, accepted drafts by their position in the row, and by source both."""
-
-    __slots__ = ("accepted_at", "by_source", "num_drafts", "num_steps")
-
-    def __init__(self) -> None:
-        self.num_steps = self.num_drafts = 0
-        self.accepted_at: list[int] = []
-        self.by_source: dict[str, tuple[int, int]] = {}
-
-    def record(self, source: str, drafts: int, accepted: int) -> None:
-        """A row had drafts, of which so many were accepted."""
-        self.num_steps += 1
-        self.num_drafts += drafts
-        before = self.by_source.get(source, (0, 0))
-        self.by_source[source] = before[0] + drafts, before[1] + accepted
-        at = self.accepted_at
-        if accepted > len(at):
-            at += [0] * (accepted - len(at))
-        for index in range(accepted):
-            at[index] += 1
-
-
 class Tally:
     """How many values lie in each bucket, and their sum.  `bounds`: the upper bounds of all buckets but the last."""
 
@@ -63,22 +40,15 @@ class Counters(msgspec.Struct):
     prefix_hits: int = 0
     nan_requests: int = 0  # requests
     tokens_by_age: list[int] = msgspec.field(default_factory=lambda: [0] * AGES)
-    drafts: DraftCounters = msgspec.field(default_factory=DraftCounters)
     tokens_by_step: Tally = msgspec.field(default_factory=lambda: Tally(STEP_TOKENS))
     preemptions_by_request: Tally = msgspec.field(default_factory=lambda: Tally(PREEMPTIONS))
 
     def values(self) -> dict[str, Any]:
         """A copy, by the names of `StepStats`."""
         values = msgspec.structs.asdict(self) | {"tokens_by_age": self.tokens_by_age.copy()}
-        drafts = values.pop("drafts")
         for name in ("tokens_by_step", "preemptions_by_request"):
             values[name] = values[name].values.copy()
-        return values | {
-            "draft_steps": drafts.num_steps,
-            "draft_tokens": drafts.num_drafts,
-            "accepted_by_position": drafts.accepted_at.copy(),
-            "drafts_by_source": drafts.by_source.copy(),
-        }
+        return values
 
 
 class WeightEpochs:

@@ -9,7 +9,7 @@ from tokserve.base.rooms import contributions
 from tokserve.config import Config
 from tokserve.engine.admin.command import Command, RunningRequests
 from tokserve.engine.admin.control import Control
-from tokserve.engine.hooks import EngineFeature
+from tokserve.engine.hooks import EngineFeature, Hooks
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.request import Request
@@ -20,14 +20,15 @@ from tokserve.protocol.plan import DeviceFacts
 
 @dataclass(slots=True)
 class Outbox:
-    """What features ask of the loop, which does it in the same turn.  `failed`: requests that cannot go on, and why;
-    `commands`: to begin."""
+    """What features ask of the loop, which does it in the same turn.  `ended`: requests that have a `finish`, to be
+    taken out; `failed`: requests that cannot go on, and why; `commands`: to begin."""
 
+    ended: list[Request] = field(default_factory=list)
     failed: list[tuple[Request, str]] = field(default_factory=list)
     commands: list[Command] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.failed or self.commands)
+        return bool(self.ended or self.failed or self.commands)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class EngineContext:
     executor: Executor
     requests: RunningRequests
     outbox: Outbox
+    hooks: Hooks
     clock: Callable[[], float]
     wake: Callable[[], None]
 

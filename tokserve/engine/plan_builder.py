@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from tokserve.engine.request import Request
-from tokserve.protocol.plan import DRAWN, GrammarBitmask, Int32, NewRow, StepPlan, StepResult, UInt32
+from tokserve.protocol.plan import DRAWN, Int32, NewRow, StepPlan, StepResult
 
 DRAFT_MODEL = "draft_model"  # the source of drafts that the device draws
 
@@ -47,21 +47,6 @@ class InFlightStep:
     num_logits: int
     planned: float  # when, by the clock of `Scheduler.schedule`
     future: Future[StepResult] | None = None
-    grammar_rows: list[ScheduledRow] = field(init=False)  # those that sample under a grammar
-
-    def __post_init__(self) -> None:
-        self.grammar_rows = [row for row in self.rows if row.num_logits and row.request.grammar is not None]
-
-    def can_sample(self) -> bool:
-        """Whether no earlier step is still to bring a token that a grammar's mask depends on."""
-        return all(
-            row.request.finish is not None or row.request.num_in_flight == row.num_logits for row in self.grammar_rows
-        )
-
-    @property
-    def has_drawn_grammar_rows(self) -> bool:
-        """Whether masks depend on drafts that the device draws."""
-        return any(row.is_drawn for row in self.grammar_rows)
 
     def set_drawn(self, token_ids: Int32) -> None:
         """The step's drafts, those of all rows, with what the device has drawn."""
@@ -71,25 +56,6 @@ class InFlightStep:
             if row.is_drawn:
                 row.drafts = token_ids[first:last].tolist()
             first = last
-
-    def bitmask(self) -> GrammarBitmask | None:
-        """The masks of the rows with a grammar.  Rows whose mask is late, or whose request has ended, are withheld."""
-        if not self.grammar_rows:
-            return None
-        slots: list[int] = []
-        bits: list[UInt32] = []
-        withheld: list[int] = []
-        for row in self.grammar_rows:
-            request, grammar = row.request, row.request.grammar
-            if request.finish is None and request.is_ready_to_sample and grammar is not None:
-                masks = grammar.bits_along(row.drafts) if row.drafts else [grammar.bits]
-                slots += [request.slot] * len(masks)
-                bits += masks
-            else:
-                request.withheld = True
-                withheld.append(request.slot)
-        stacked = np.stack(bits) if bits else np.empty((0, 0), np.uint32)
-        return GrammarBitmask(np.array(slots, np.int32), stacked, np.array(withheld, np.int32))
 
     def summary(self) -> str:
         """One line for the log of a crash; no token values."""
@@ -149,10 +115,10 @@ class PlanBuilder:
         if self.shares:
             self.shares[request.share] = max(0, self.shares[request.share] - num_tokens)
 
-    def add_drafts(self, row: ScheduledRow, drafts: Sequence[int]) -> None:
+    def add_drafts(self, row: ScheduledRow, drafts: Sequence[int], source: str) -> None:
+        """Positions of drafts in a row that generates; `source`: where they come from, unless the device draws them."""
         row.drafts = drafts
-        state = row.request.draft_state
-        row.source = DRAFT_MODEL if drafts[0] == DRAWN else "" if state is None else state.source
+        row.source = DRAFT_MODEL if drafts[0] == DRAWN else source
         row.num_tokens += len(drafts)
         row.num_logits += len(drafts)
         self._spend(row.request, len(drafts))

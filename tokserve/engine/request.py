@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,8 @@ from tokserve.engine.output.columns import PackedMasks, PackedRows, StepColumns
 from tokserve.engine.output.output_buffer import Limits, OutputBuffer
 from tokserve.engine.stopping import StopChecker
 from tokserve.engine.variant import Variant
-from tokserve.features.grammar.grammar import Grammar, GrammarState
-from tokserve.features.speculation.draft_log import DraftLog
-from tokserve.features.speculation.draft_state import Corpus, DraftState, DrawState
-from tokserve.features.speculation.token_index import TokenIndex
 from tokserve.protocol.images import KIND
-from tokserve.protocol.messages import DraftCounts, EngineRequest, Finish
+from tokserve.protocol.messages import EngineRequest, Finish
 from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.protocol.plan import NO_LEGAL_TOKEN, NOT_FINITE, Float32, NewRow
 from tokserve.protocol.prompt import Feature, check_features
@@ -62,26 +57,21 @@ class Request:
     """
 
     __slots__ = (
-        "_draft_log",
-        "_eos_allowed",
-        "_follower",
         "admitted",
         "arrival",
         "blocks_sent",
         "cached_tokens",
         "client",
-        "draft_state",
-        "drafts",
-        "draw_state",
         "features",
         "finish",
         "first_token",
-        "grammar",
+        "gates",
         "is_decoding",
         "joint",
         "kv_transfer_reply",
         "last_step",
         "limit",
+        "listeners",
         "num_computed",
         "num_in_flight",
         "num_preemptions",
@@ -91,8 +81,6 @@ class Request:
         "options",
         "output",
         "owner",
-        "pending_grammar",
-        "prediction",
         "prompt_len",
         "prompt_only",
         "received",
@@ -111,7 +99,6 @@ class Request:
         "task",
         "tokens",
         "variant",
-        "withheld",
     )
 
     def __init__(
@@ -156,21 +143,11 @@ class Request:
         self.snapshot = -1  # that its state began with
         self.blocks_sent = 0  # entries of the block table that the device has
         self.is_decoding = False  # a token was planned since it got its slot, so its prompt is computed
-        self.withheld = False  # a step in flight must not sample for it
         self.stalled = False  # its client does not read what it was sent
         self.cached_tokens: int | None = None  # prompt tokens found in the cache at the first admission
         self.admitted: float | None = None
-        # of a request that is drafted for
-        self.prediction: TokenIndex | None = None  # what the client expects
-        self.draft_state: DraftState | None = None
-        self.draw_state: DrawState | None = None
-        self.drafts = DraftCounts()
-        self._draft_log = DraftLog() if spec.options.reports_drafts else None
-        self._follower: DraftState | None = None  # through the prediction, token by token
-        # of a request with structured outputs
-        self.pending_grammar: Future[Grammar] | None = None  # until it is compiled, the request waits
-        self.grammar: GrammarState | None = None
-        self._eos_allowed = False
+        self.gates: tuple[Callable[[], bool], ...] = ()  # of features: nothing of it is computed unless all say True
+        self.listeners: tuple[Callable[[int], object], ...] = ()  # of features: told of every new token
         self.finish: Finish | None = None
         self.first_token: float | None = None
         self.kv_transfer_reply: dict[str, Any] | None = None  # for the server that goes on with it
@@ -218,16 +195,9 @@ class Request:
         return count
 
     @property
-    def is_ready_to_sample(self) -> bool:
-        """Whether its grammar is compiled, and the mask of its newest known token is computed."""
-        return self.pending_grammar is None and not self.withheld and (self.grammar is None or not self.grammar.pending)
-
-    @property
-    def may_be_drafted(self) -> bool:
-        """Whether a step may verify drafts of it.  Those under a grammar need masks, made of tokens that are known."""
-        if self.grammar is None:
-            return self.options.speculate
-        return self.options.speculate and not self.num_in_flight and not self.grammar.is_slow
+    def is_held(self) -> bool:
+        """Whether a feature keeps it from being computed."""
+        return not all([gate() for gate in self.gates])
 
     @property
     def released(self) -> bool:
@@ -284,15 +254,14 @@ class Request:
         for token in tokens:
             known.append(token)
             kept += 1
-            if self._follower is not None:
-                self._follower.advance()
+            if self.listeners:
+                for listen in self.listeners:
+                    listen(token)
             if stopping.always or token in stopping.candidates or len(known) >= stopping.limit:
                 stop = stopping.check(known)
                 if stop is not None:
                     self.end(stop.reason, stop.detail, now, stop=stop.stop)
                     break
-            if self.grammar is not None:
-                self.grammar.accept(token)
         if rows is not None:
             output.add_logprobs(rows, first_row, kept)
         if masks is not None:
@@ -306,19 +275,6 @@ class Request:
         if self.steps_in_flight:  # they were planned to go on from the last draft
             self.num_state -= rejected
 
-    def count_drafts(self, source: str, proposed: int, accepted: int) -> None:
-        """A step had drafts of it."""
-        before = self.drafts
-        self.drafts = DraftCounts(before.steps + 1, before.proposed + proposed, before.accepted + accepted)
-        if self._draft_log is not None:
-            self._draft_log.record(source, proposed, accepted)
-
-    def expect(self, prediction: TokenIndex) -> None:
-        """The output may be these tokens."""
-        corpus = Corpus("prediction", prediction, expected=True)
-        self.prediction = prediction
-        self._follower = DraftState(self.tokens, self.prompt_len, [corpus], (corpus, 0), searches=False)
-
     def on_prompt_computed(self, vector: Float32 | None, now: float) -> None:
         """The prompt of a request that has no output is computed; `vector`: of one that pools."""
         if vector is not None:
@@ -331,37 +287,13 @@ class Request:
             self.end("length", "max_tokens", now)
 
     def on_status(self, status: int, now: float) -> None:
-        """No token was sampled: by the request's own doing, by the model's, or because its mask was late."""
+        """No token was sampled: by the request's own doing, by the model's, or because a feature withheld it."""
         if status == NO_LEGAL_TOKEN:
             labels = [label for name, label in RESTRICTIONS.items() if getattr(self.task, name)]
             message = f"no token may be sampled after {self.num_output} output tokens: all are excluded"
             self.end("error", "forbidden", now, message=message + (f" by {', '.join(labels)}" if labels else ""))
         elif status == NOT_FINITE:
             self.end("error", "nan", now, message="the model's logits are not finite")
-        else:
-            self.withheld = False
-
-    def attach_grammar(self, grammar: Grammar) -> None:
-        """The grammar that was waited for is compiled."""
-        assert self.stopping is not None
-        self.pending_grammar = None
-        self._eos_allowed = any(map(self._may_sample, self.stopping.eos))
-        self.grammar = GrammarState(grammar, ends=self._eos_allowed)
-
-    def _may_sample(self, token: int) -> bool:
-        """Whether the request's lists of ids allow it."""
-        assert isinstance(self.task, SamplingParams)
-        allowed = self.task.allowed_token_ids is None or token in self.task.allowed_token_ids
-        return allowed and token not in self.task.bad_token_ids and [token] not in self.task.bad_token_sequences
-
-    def on_bitmask(self, now: float) -> None:
-        """Its mask is computed; sets `finish` if nothing may come next."""
-        assert self.grammar is not None and isinstance(self.task, SamplingParams)
-        if self.grammar.error is not None:
-            message = f"structured_outputs cannot be followed: {self.grammar.error}"
-            self.end("error", "grammar_limit" if self.grammar.limited else "error", now, message=message)
-        elif self.grammar.complete and (not self._eos_allowed or self.num_output < self.task.min_tokens):
-            self.end("stop", "grammar", now)  # no EOS may come
 
     def end(
         self, reason: str, detail: str, now: float, *, stop: int | list[int] | None = None, message: str | None = None
@@ -371,13 +303,8 @@ class Request:
         def since(moment: float | None) -> float:
             return 0.0 if moment is None else moment - self.received
 
-        drafts = self.drafts._replace(predicted=0 if self._follower is None else self._follower.num_hits)
-        if self._draft_log is not None:
-            drafts = self._draft_log.added_to(drafts)
         self.output.num_computed = self.prompt_len if self.num_output else min(self.num_settled, self.prompt_len)
-        self.finish = Finish(
-            reason, detail, stop, message, since(self.admitted), since(self.first_token), since(now), drafts
-        )
+        self.finish = Finish(reason, detail, stop, message, since(self.admitted), since(self.first_token), since(now))
 
     def restart_prompt(self) -> bool:
         """Other weights serve: drop what is known of its prompt's logprobs, unless it has output already; whether its

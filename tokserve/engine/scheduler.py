@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -20,13 +20,12 @@ from tokserve.engine.counters import Counters, WeightEpochs
 from tokserve.engine.hooks import Hooks
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.output.columns import PackedMasks, PackedRows
-from tokserve.engine.plan_builder import InFlightStep, PlanBuilder, ScheduledRow
+from tokserve.engine.plan_builder import InFlightStep, PlanBuilder
 from tokserve.engine.queue import POLICIES, Excess, Queue, QueueLimits
 from tokserve.engine.request import Request, State
 from tokserve.engine.variant import Variant
 from tokserve.features.fairness.fairness import FairQueue, Shares, choose_displaced, choose_victim
 from tokserve.features.fairness.pace import StepPace
-from tokserve.features.speculation.drafter import Drafter
 from tokserve.protocol.messages import StepStats, StoreStats
 from tokserve.protocol.plan import NOT_FINITE, OK, StepPlan, StepResult
 
@@ -51,7 +50,6 @@ class Scheduler:
         config: SchedulerConfig,
         cache: PrefixCache,
         weight_version: str,
-        drafter: Drafter | None = None,
         *,
         image_tokens: int = 0,
         prompt_tokens: int = 0,
@@ -73,7 +71,6 @@ class Scheduler:
         self.in_flight: deque[InFlightStep] = deque()  # oldest first
         self._config = config
         self._cache = cache
-        self._drafter = drafter
         self._hooks = Hooks()
         self._policy = policy = POLICIES[config.scheduling_policy]
         self._waiting = FairQueue(policy, self.shares)
@@ -104,6 +101,11 @@ class Scheduler:
     def num_stalled(self) -> int:
         """Requests whose client does not read."""
         return len(self._stalled)
+
+    @property
+    def num_running(self) -> int:
+        """Requests with a slot that are scheduled."""
+        return len(self._running)
 
     def tokens_per_second(self) -> float:
         """How fast prompts are computed, as measured; 0.0 while it is not known."""
@@ -137,6 +139,7 @@ class Scheduler:
             deferred=min(self._deferred, len(self._waiting)) + len(self._parked),
             stalled=len(self._stalled),
             **self.counters.values(),
+            **{name: value for stats in self._hooks.stats for name, value in stats().items()},
         )
 
     def add(self, request: Request) -> None:
@@ -179,8 +182,8 @@ class Scheduler:
         self.shares.ended(request)
         self.weights.count_ages(request, self.counters.tokens_by_age)
         self.counters.preemptions_by_request.add(request.num_preemptions)
-        if self._drafter is not None:
-            self._drafter.on_end(request)
+        for on_end in self._hooks.on_end:
+            on_end(request)
         request.state = State.ENDED
         if request.slot >= 0:
             self._release_slot(request)
@@ -202,6 +205,8 @@ class Scheduler:
             prepare(builder)
         plan, step = builder.build(self._step, self._freed, self.weights.version, now)
         self.in_flight.append(step)
+        for on_planned in self._hooks.on_planned:
+            on_planned(step)
         self._step += 1
         self._freed = []
         return plan
@@ -226,8 +231,9 @@ class Scheduler:
         order = self.shares.round_robin(self._running) if builder.shares else list(self._running)
         self._continue(builder, order)
         self._admit(builder, now, beyond=not builder.shares)
-        if self._drafter is not None and not builder.short:
-            self._add_drafts(builder, self._drafter)  # of a client's share, so before what exceeds the shares
+        if not builder.short:
+            for draft in self._hooks.draft:
+                draft(builder)  # of a client's share, so before what exceeds the shares
         if builder.shares:
             self._admit(builder, now, beyond=True)
         if builder.budget and builder.shares:
@@ -240,7 +246,7 @@ class Scheduler:
         active = {
             request.share
             for request in self._running
-            if request.is_ready_to_sample and not (request.stalled and self._is_idle(request))
+            if not request.is_held and not (request.stalled and self._is_idle(request))
         }
         active.update(request.share for request in self._waiting.first_of_each() if self._may_enter(request))
         return len(active)
@@ -252,7 +258,9 @@ class Scheduler:
         contended = bool(builder.shares)
         block_size = self._cache.block_size
         for request in order:
-            if request.state is not State.RUNNING or not request.is_ready_to_sample:  # RUNNING: not preempted just now
+            if request.state is not State.RUNNING:  # it was preempted just now
+                continue
+            if request.gates and request.is_held:
                 continue
             num_tokens, num_computed = request.num_tokens, request.num_computed
             if num_tokens - num_computed > 1 or request.prompt_only:
@@ -279,7 +287,7 @@ class Scheduler:
             row = rows.get(request)
             count = 0 if row is None else row.num_tokens
             missing = request.num_tokens - request.num_computed
-            if request.state is not State.RUNNING or not request.is_ready_to_sample:
+            if request.state is not State.RUNNING or request.is_held:
                 continue
             if missing > max(count, not request.prompt_only):
                 room = count + builder.budget
@@ -294,36 +302,6 @@ class Scheduler:
                 idle = self._is_idle(request) or request.num_tokens >= request.limit
                 if not idle and self._make_room(request, builder):
                     builder.add(request, 1)
-
-    def _add_drafts(self, builder: PlanBuilder, drafter: Drafter) -> None:
-        """Propose drafts for rows that sample, without preempting.  Of several clients each has drafts for what is left
-        of its share: else those that are likeliest would take the place of the others'."""
-        rows: dict[str, list[ScheduledRow]] = {}
-        for row in builder.rows:
-            if row.num_logits and row.request.may_be_drafted:
-                rows.setdefault(row.request.share if builder.shares else "", []).append(row)
-        for of_client in rows.values():
-            self._draft(builder, drafter, of_client)
-
-    def _draft(self, builder: PlanBuilder, drafter: Drafter, candidates: Sequence[ScheduledRow]) -> None:
-        """Drafts for these rows."""
-        rows: list[ScheduledRow] = []
-        limits: list[int] = []
-        for row in candidates:
-            request = row.request
-            limit = min(builder.allowed(request), request.limit - request.num_tokens - 1)
-            if limit > 0:
-                rows.append(row)
-                limits.append(limit)
-        if not rows:
-            return
-        num_tokens = sum(row.num_tokens for row in builder.rows)
-        proposals = drafter.propose([row.request for row in rows], limits, num_tokens)
-        for row, limit, proposed in zip(rows, limits, proposals, strict=True):
-            request = row.request
-            drafts = proposed[: min(limit, builder.allowed(request))]
-            if drafts and self._cache.extend(request.table, request.num_tokens + len(drafts), len(self._running)):
-                builder.add_drafts(row, drafts)
 
     def _is_idle(self, request: Request) -> bool:
         """Whether it gets no tokens, as its client does not read.  Its prompt is computed all the same, since others
@@ -378,12 +356,11 @@ class Scheduler:
         return self.counters.displaced > before
 
     def _may_enter(self, request: Request) -> bool:
-        """Whether it waits neither for the barrier, a feature, its grammar or mask, a prefix that is being computed,
-        nor its client."""
+        """Whether it waits neither for the barrier, a feature, a prefix that is being computed, nor its client."""
         if self.barrier is not None and request.number >= self.barrier:
             return False
         stalled = request.stalled and self.barrier is None
-        if not request.is_ready_to_sample or stalled or self._cache.must_wait(request.table):
+        if request.is_held or stalled or self._cache.must_wait(request.table):
             return False
         return all(may_enter(request) for may_enter in self._hooks.may_enter)
 
@@ -412,7 +389,7 @@ class Scheduler:
 
     def _admit(self, builder: PlanBuilder, now: float, beyond: bool) -> None:
         """Waiting requests in order, while slots, budget and blocks last.  One whose prefix is being computed for
-        another, whose grammar or mask is not ready, or that is behind the barrier, is passed over; one that does
+        another, that a feature holds, or that is behind the barrier, is passed over; one that does
         not fit holds up those behind it.  `beyond`: also those of a client whose share of this step is used up.
 
         No more requests run than tokens fit in a step, so each gets on.
@@ -473,14 +450,11 @@ class Scheduler:
         self.counters.steps += 1
         self.counters.tokens_by_step.add(step.num_tokens)
         seconds = now - max(step.planned, self._answered)
-        draft_passes = result.draft_passes
-        behind: Collection[int] = () if draft_passes is None else draft_passes.behind
-        if draft_passes is not None and self._drafter is not None:
-            self._drafter.on_drawn(draft_passes, sum(row.is_drawn for row in step.rows))
-            seconds -= draft_passes.seconds
+        if result.draft_passes is not None:
+            seconds -= result.draft_passes.seconds
         self._pace.record(step.num_tokens, seconds)
-        if self._drafter is not None and step.num_logits == step.num_tokens:
-            self._drafter.on_step(len(step.rows), step.num_tokens, seconds)
+        for before_update in self._hooks.before_update:
+            before_update(step, result, seconds)
         self._answered = now
         token_ids, prompt_logprobs = result.token_ids.tolist(), result.prompt_logprobs
         logprobs = None if result.logprobs is None else PackedRows(result.logprobs)
@@ -500,8 +474,6 @@ class Scheduler:
                 request.on_computed(version, row.num_tokens, rejected)
                 if index in result.routed_experts:
                     request.output.add_routed_experts(request.num_settled, result.routed_experts[index])
-                if row.drafts and index not in behind:
-                    self._count_drafts(row, max(0, count - 1))
                 if rejected:
                     request.roll_back(rejected)
                 if status != OK:
@@ -525,13 +497,6 @@ class Scheduler:
                 self._release_slot(request)
         self.counters.output_tokens += num_output
         return requests
-
-    def _count_drafts(self, row: ScheduledRow, accepted: int) -> None:
-        proposed = len(row.drafts)
-        self.counters.drafts.record(row.source, proposed, accepted)
-        row.request.count_drafts(row.source, proposed, accepted)
-        if row.is_drawn and self._drafter is not None:
-            self._drafter.on_verified(row.request, proposed, accepted)
 
     def _release_slot(self, request: Request) -> None:
         """Free slot and blocks, now or when the last step in flight that mentions it is answered."""

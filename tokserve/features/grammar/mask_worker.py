@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from tokserve.engine.request import Request
+from tokserve.features.grammar.followed import FollowedGrammar
 from tokserve.features.grammar.grammar import lower_priority
 
 logger = logging.getLogger(__name__)
@@ -32,8 +32,8 @@ class MaskWorker:
         self.patience = PATIENCE
         self.resting_until = 0.0  # `time.monotonic`; the loop computes no masks before
         self._wake = wake
-        self._computed: list[Request] = []  # in the loop's thread
-        self._futures: dict[Request, Future[None]] = {}
+        self._computed: list[FollowedGrammar] = []  # in the loop's thread
+        self._futures: dict[FollowedGrammar, Future[None]] = {}
         self._quick = ThreadPoolExecutor(THREADS, "masks")  # its threads start with their first work
         self._slow = ThreadPoolExecutor(1, "slow-masks", lower_priority)
 
@@ -41,53 +41,53 @@ class MaskWorker:
         """Whether masks are being computed, or were not polled."""
         return bool(self._futures or self._computed)
 
-    def submit(self, requests: Iterable[Request]) -> None:
+    def submit(self, grammars: Iterable[FollowedGrammar]) -> None:
         """Compute the masks of these that are pending, unless that has begun, and wait up to the patience."""
-        inline: list[Request] = []
-        pooled: list[Request] = []
+        inline: list[FollowedGrammar] = []
+        pooled: list[FollowedGrammar] = []
         is_resting = time.monotonic() < self.resting_until
-        for request in requests:
-            grammar = request.grammar
-            if grammar is None or not grammar.pending or request in self._futures:
+        for followed in grammars:
+            state = followed.state
+            if state is None or not state.pending or followed in self._futures:
                 continue
-            if grammar.is_slow:
-                self._start(self._slow, request).add_done_callback(lambda _: self._wake())
-            elif is_resting or not grammar.has_bitmask:
-                pooled.append(request)
+            if state.is_slow:
+                self._start(self._slow, followed).add_done_callback(lambda _: self._wake())
+            elif is_resting or not state.has_bitmask:
+                pooled.append(followed)
             else:
-                inline.append(request)
+                inline.append(followed)
         pooled += self._compute_inline(inline)
         if pooled:
-            _, late = wait([self._start(self._quick, request) for request in pooled], timeout=max(0.0, self.patience))
+            _, late = wait([self._start(self._quick, followed) for followed in pooled], timeout=max(0.0, self.patience))
             for future in late:
                 future.add_done_callback(lambda _: self._wake())
 
-    def _start(self, pool: ThreadPoolExecutor, request: Request) -> Future[None]:
-        future = self._futures[request] = pool.submit(_compute, request)
+    def _start(self, pool: ThreadPoolExecutor, followed: FollowedGrammar) -> Future[None]:
+        future = self._futures[followed] = pool.submit(_compute, followed)
         return future
 
-    def _compute_inline(self, requests: Sequence[Request]) -> Sequence[Request]:
+    def _compute_inline(self, grammars: Sequence[FollowedGrammar]) -> Sequence[FollowedGrammar]:
         """Compute masks here until that has taken longer than the patience; returns the rest."""
         start = time.monotonic()
-        for index, request in enumerate(requests):
-            _compute(request)
-            self._computed.append(request)
+        for index, followed in enumerate(grammars):
+            _compute(followed)
+            self._computed.append(followed)
             now = time.monotonic()
             if now > start + self.patience:
                 self.resting_until = now + REST * (now - start)
-                return requests[index + 1 :]
+                return grammars[index + 1 :]
         return ()
 
-    def poll(self) -> list[Request]:
-        """The requests whose masks were computed, or have failed, since the last call; the masks may be used now."""
-        requests, self._computed = self._computed, []
+    def poll(self) -> list[FollowedGrammar]:
+        """Those whose masks were computed, or have failed, since the last call; the masks may be used now."""
+        grammars, self._computed = self._computed, []
         if self._futures:
-            requests += [request for request, future in self._futures.items() if future.done()]
-        for request in requests:
-            self._futures.pop(request, None)
-            assert request.grammar is not None
-            request.grammar.commit()
-        return requests
+            grammars += [followed for followed, future in self._futures.items() if future.done()]
+        for followed in grammars:
+            self._futures.pop(followed, None)
+            assert followed.state is not None
+            followed.state.commit()
+        return grammars
 
     def close(self) -> None:
         """End the threads once they have computed what they have begun."""
@@ -95,13 +95,13 @@ class MaskWorker:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _compute(request: Request) -> None:
+def _compute(followed: FollowedGrammar) -> None:
     """Compute a mask, and note whether that was slow.  An unforeseen error ends this request and no other."""
-    grammar = request.grammar
-    assert grammar is not None
+    state = followed.state
+    assert state is not None
     start = time.monotonic()
     try:
-        grammar.compute_bitmask()
-    except Exception:  # `grammar.error` says so already
-        logger.exception("the mask of request %s could not be computed", request.request_id)
-    grammar.is_slow = time.monotonic() - start > PATIENCE
+        state.compute_bitmask()
+    except Exception:  # `state.error` says so already
+        logger.exception("the mask of request %s could not be computed", followed.request.request_id)
+    state.is_slow = time.monotonic() - start > PATIENCE

@@ -34,6 +34,12 @@ class Drafter(Protocol):
         without drafts.
         """
 
+    def source(self, request: Request) -> str:
+        """Where the drafts come from that were proposed last for a request, for reports."""
+
+    def expect(self, request: Request, prediction: TokenIndex) -> None:
+        """The client expects these tokens."""
+
     def on_step(self, rows: int, num_tokens: int, seconds: float) -> None:
         """A step in which every token was sampled from has taken so long."""
 
@@ -57,6 +63,8 @@ class TextDrafter:
         self._vocab_size = vocab_size
         self._searches = plan.method != "prediction"
         self._costs = StepCosts()
+        self._states: dict[Request, DraftState] = {}
+        self._predictions: dict[Request, TokenIndex] = {}
         self._drawn = None
         if plan.draws:
             self._drawn = DrawnDrafts(plan.num_drafts, computes_prompts=plan.method == "draft_model")
@@ -65,8 +73,9 @@ class TextDrafter:
         states: list[DraftState] = []
         likely: list[list[float]] = []
         for request, limit in zip(requests, limits, strict=True):
-            state = request.draft_state or self._state(request)
-            request.draft_state = state
+            state = self._states.get(request)
+            if state is None:
+                state = self._states[request] = self._state(request)
             state.advance()
             states.append(state)
             likely.append(state.probabilities(request.num_in_flight, min(limit, self._max_drafts)))
@@ -85,8 +94,8 @@ class TextDrafter:
 
     def _state(self, request: Request) -> DraftState:
         corpora, start, trust = [], None, 0
-        if request.prediction is not None:
-            prediction = Corpus("prediction", request.prediction, expected=True)
+        if request in self._predictions:
+            prediction = Corpus("prediction", self._predictions[request], expected=True)
             corpora.append(prediction)
             start, trust = (prediction, 0), PREDICTION_TRUST
         context = request.tokens[max(0, request.prompt_len - PAIR) : request.prompt_len]
@@ -97,6 +106,12 @@ class TextDrafter:
             if position is not None and start is None:
                 start, trust = (Corpus("history", history.index, expected=True), position), MAX_MATCH
         return DraftState(request.tokens, request.prompt_len, corpora, start, trust=trust, searches=self._searches)
+
+    def source(self, request: Request) -> str:
+        return self._states[request].source
+
+    def expect(self, request: Request, prediction: TokenIndex) -> None:
+        self._predictions[request] = prediction
 
     def on_step(self, rows: int, num_tokens: int, seconds: float) -> None:
         self._costs.record(rows, num_tokens, seconds)
@@ -111,7 +126,10 @@ class TextDrafter:
 
     def on_end(self, request: Request) -> None:
         """Keep the output for later requests of the group."""
-        request.draft_state = request.draw_state = None
+        for table in (self._states, self._predictions):
+            table.pop(request, None)
+        if self._drawn is not None:
+            self._drawn.on_end(request)
         if request.num_output and request.options.speculate:
             self.history.add(group_of(request), request.seed, request.tokens[request.prompt_len :])
 
@@ -162,11 +180,6 @@ def group_of(request: Request) -> GroupKey:
 
 def _named(group: str) -> bytes:
     return b"group:" + group.encode()
-
-
-def make(plan: SpeculationPlan, vocab_size: int) -> TextDrafter | None:
-    """The drafter of an engine; None: it does not speculate."""
-    return TextDrafter(plan, vocab_size) if plan.method != "none" else None
 
 
 def prediction_index(ids: bytes) -> TokenIndex:

@@ -33,12 +33,18 @@ class DrawnDrafts:
         self._computes_prompts = computes_prompts
         self._rates: dict[str, float] = {}  # by adapter: of all requests
         self._seconds: float | None = None  # of a pass
+        self._states: dict[Request, DrawState] = {}
 
     def state(self, request: Request) -> DrawState:
         """The request's, made at its first use."""
-        if request.draw_state is None:
-            request.draw_state = DrawState(self._rates.get(request.options.adapter, PRIOR))
-        return request.draw_state
+        state = self._states.get(request)
+        if state is None:
+            state = self._states[request] = DrawState(self._rates.get(request.options.adapter, PRIOR))
+        return state
+
+    def on_end(self, request: Request) -> None:
+        """Forget a request."""
+        self._states.pop(request, None)
 
     def may_draw(self, request: Request) -> bool:
         """Whether the device can draw for the request now, and it may be worth the work that is missing."""
