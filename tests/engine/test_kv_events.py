@@ -16,6 +16,7 @@ from tokserve.base.errors import StartError
 from tokserve.config import Config
 from tokserve.features.kv.event_publisher import END, shifted
 from tokserve.features.kv.events import EventLog, external
+from tokserve.features.kv.external_kv import KVEvents
 from tokserve.features.lora.adapter import Adapter
 from tokserve.protocol.prompt import Feature
 
@@ -195,7 +196,7 @@ def test_a_full_queue_drops_batches_and_the_numbers_tell(
 ) -> None:
     engine = Engine(**config(max_queue_size=2))
     engines.append(engine)
-    publisher = engine.core._events
+    publisher = engine.feature(KVEvents).publisher
     assert publisher is not None
     real = publisher._send
     held: list[Any] = []

@@ -14,6 +14,7 @@ from tests.engine.scripted_copies import ScriptedCopies
 from tests.engine.test_kv_events import config as events_config
 from tokserve.base.errors import StartError
 from tokserve.config import Config
+from tokserve.features.kv.external_kv import KeptKV, KVEvents
 from tokserve.features.kv.load_rates import FILE_RATE, LoadRates
 from tokserve.features.kv.slots import MemorySlots
 
@@ -61,7 +62,7 @@ def test_blocks_come_back_from_files_after_a_restart() -> None:
     cached(first, "a")
     second = engine()
     second.executor.copies.files.update(first.executor.copies.files)
-    watch = second.core._external.watch
+    watch = second.feature(KeptKV).watch
     assert watch is not None
     watch._forget()  # look at the files again
     second.step()
@@ -162,7 +163,7 @@ def test_files_that_are_being_written_at_a_reset_of_everything_are_not_there_aft
 def test_events_tell_where_blocks_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     e = engine(**events_config())
     published: list[Any] = []
-    monkeypatch.setattr(e.core._events, "publish", published.extend)
+    monkeypatch.setattr(e.feature(KVEvents).publisher, "publish", published.extend)
 
     def stored(medium: str) -> list[tuple[str, int]]:
         return [
@@ -198,7 +199,7 @@ def test_events_tell_where_blocks_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_damaged_file_is_computed_again_and_counted() -> None:
     e = engine()
     cached(e, "a")
-    copies, store = e.executor.copies, e.core._external.store
+    copies, store = e.executor.copies, e.feature(KeptKV).store
     assert store is not None
     store._slots.clear()
     _, (_, second) = copies.files
@@ -220,7 +221,7 @@ def test_a_full_disk_costs_only_hits() -> None:
 def test_a_disk_that_hangs_is_given_up_and_left_alone() -> None:
     e = engine()
     cached(e, "a")
-    store = e.core._external.store
+    store = e.feature(KeptKV).store
     assert store is not None
     store._slots.clear()
     flush(e)

@@ -14,6 +14,7 @@ from tests.engine.harness import Engine
 from tokserve.base.errors import RequestFailed, StartError
 from tokserve.base.trace import TraceSpan
 from tokserve.config import Config
+from tokserve.features.profiler.commands import Profiler
 
 TABLES: dict[str, Any] = {"ops": [{"name": "linear", "calls": 2, "seconds": 0.5}], "torch": [], "kernels": []}
 
@@ -78,7 +79,7 @@ def test_a_profile_has_the_loop_the_steps_and_the_requests(tmp_path: Path, depth
         tracks.setdefault(span.track, []).append(span.name)
         assert span.args is not None and span.args["finish"] == "length"
     assert tracks == {"a": ["queued", "prefill", "decode"], "b": ["queued", "prefill", "decode"]}
-    assert engine.core._profiler.spans.take() == []
+    assert engine.feature(Profiler).spans.take() == []
 
 
 def test_a_profile_ends_after_its_steps_and_its_result_waits(tmp_path: Path) -> None:

@@ -16,9 +16,13 @@ from typing import Any
 
 ROOMS: dict[str, str] = {  # module of the room, by its name; routes of a later one replace those of an earlier one
     "observe": "tokserve.features.observe.room",
+    "kv": "tokserve.features.kv.room",
+    "fairness": "tokserve.features.fairness.room",
     "grammar": "tokserve.features.grammar.room",
     "speculation": "tokserve.features.speculation.room",
     "lora": "tokserve.features.lora.room",
+    "recurrent": "tokserve.families.recurrent.room",
+    "profiler": "tokserve.features.profiler.room",
     "weights": "tokserve.features.weights.room",
     "pooling": "tokserve.features.pooling.room",
     "openai": "tokserve.dialects.openai.room",

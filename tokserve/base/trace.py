@@ -19,6 +19,7 @@ import msgspec
 
 MAX_SPANS = 1_000_000  # of a profile: some hundred bytes each in the file
 PART = 4096  # spans that are encoded at once
+LOOP = "turn"  # the span around a turn of the engine's loop; what is in no span inside it is "other"
 _NOTHING = nullcontext()
 
 

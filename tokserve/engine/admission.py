@@ -22,9 +22,7 @@ from tokserve.engine.pending import PendingReplies
 from tokserve.engine.registry import Registry
 from tokserve.engine.request import Request
 from tokserve.engine.scheduler import Scheduler
-from tokserve.features.fairness.deadlines import Deadlines
 from tokserve.features.images.vision import check_image
-from tokserve.features.kv.external_kv import ExternalKV
 from tokserve.protocol.images import KIND, ImageFormat
 from tokserve.protocol.messages import EngineRequest, Status, Submit, SubmitReply
 from tokserve.protocol.params import SamplingParams
@@ -81,12 +79,10 @@ class Admission:
         registry: Registry,
         scheduler: Scheduler,
         hooks: Hooks,
-        deadlines: Deadlines,
         emit: Emit,
         fail: Callable[[Request, str], None],
         abort: Callable[[list[Request], str], None],
         wake: Callable[[], None],
-        external: ExternalKV,
     ) -> None:
         self.num_received = 0  # requests that were numbered, and the number of the next
         self.closed = False  # for good: the engine is about to end
@@ -98,11 +94,9 @@ class Admission:
         self._registry = registry
         self._scheduler = scheduler
         self._hooks = hooks
-        self._deadlines = deadlines
         self._emit = emit
         self._abort = abort
         self._wake = wake
-        self._external = external
         self._in_progress: dict[str, PendingSubmission] = {}  # by the client's id, in the order of their turns
 
     def submit(
@@ -294,8 +288,6 @@ class Admission:
         for request in requests:
             for accept in self._hooks.accept:
                 accept(request)
-            self._deadlines.add(request)
-            self._external.expect(request)
             self._scheduler.add(request)
 
     def _drop_refused(self, request: Request) -> None:
@@ -303,4 +295,3 @@ class Admission:
         request.end("error", "error", request.received)
         self._scheduler.drop(request)
         self._registry.remove(request)
-        self._external.on_end(request)

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from tokserve.base.trace import LOOP, Spans
 from tokserve.config import Config
 from tokserve.engine.admin.aborts import Aborts
 from tokserve.engine.admin.command import Command, Commands, command
@@ -36,13 +37,7 @@ from tokserve.engine.registry import Registry
 from tokserve.engine.request import Request
 from tokserve.engine.scheduler import Scheduler
 from tokserve.executor.base import Executor
-from tokserve.families.recurrent.snapshots import Snapshots
 from tokserve.features.fairness.announcements import Announcements
-from tokserve.features.fairness.deadlines import Deadlines
-from tokserve.features.kv.event_publisher import EventPublisher
-from tokserve.features.kv.events import EventLog
-from tokserve.features.kv.external_kv import ExternalKV
-from tokserve.features.profiler.commands import LOOP, Profiler
 from tokserve.protocol.kv_spec import KVLayout
 from tokserve.protocol.messages import (
     Abort,
@@ -78,8 +73,7 @@ class EngineCore:
     ) -> None:
         self._config, self._facts, self._clock = config, facts, clock
         self.limits = _limits(config, facts)
-        self._events = None if (plan := config.kv.events()) is None else EventPublisher(plan)
-        self.cache = _make_cache(config, facts.layout, events=self._events is not None)
+        self.cache = _make_cache(config, facts.layout)
         self.scheduler = Scheduler(
             config.scheduler, self.cache, facts.weight_version,
             image_tokens=0 if facts.images is None else facts.images.step_tokens,
@@ -89,13 +83,11 @@ class EngineCore:
             self, self.scheduler, self.cache, executor, facts.weight_version,
             clock=clock, update_lease=config.weights.control_lease,
         )  # fmt: skip
-        self._external = ExternalKV(
-            config.kv, self.cache, executor, self.control.weights, facts.facts,
-            tokens_per_second=self.scheduler.tokens_per_second, clock=clock, wake=wake,
-        )  # fmt: skip
+        spans = Spans()
+        self._span = spans.span
         self._outbox, self._hooks = Outbox(), Hooks()
         made_of = self.limits, self.cache, self.scheduler, self.control, executor, self, self._outbox, self._hooks
-        self.features = make_features(EngineContext(config, facts, *made_of, clock, wake))
+        self.features = make_features(EngineContext(config, facts, *made_of, spans, clock, wake))
         self._hooks.collect(self.features)
         self.scheduler.use(self._hooks)
         self.stopped, self._executor = False, executor
@@ -103,21 +95,18 @@ class EngineCore:
         self._last_step: InFlightStep | None = None  # since the engine was last idle
         self._registry = Registry()
         self._announcements = Announcements()
-        self._deadlines = Deadlines()
         self._front_ends = FrontEnds(emit, clock, self._gauges)
         self._admission = Admission(
             config, limits=self.limits, registry=self._registry, scheduler=self.scheduler, hooks=self._hooks,
-            deadlines=self._deadlines, emit=emit, fail=self._fail, abort=self._abort,
-            wake=wake, external=self._external,
+            emit=emit, fail=self._fail, abort=self._abort,
+            wake=wake,
         )  # fmt: skip
         self._aborts = Aborts(
-            self._registry, self._admission, self._announcements, self.scheduler, self._external, self._abort
+            self._registry, self._admission, self._announcements, self.scheduler, self._hooks, self._abort
         )
         self._held: list[tuple[bytes, Abort | Stall]] = []  # until no submission is being admitted
         self._leaving: deque[tuple[list[Request], str]] = deque()  # to be aborted, a part in each turn, and why
         self._status = self._state_now()
-        self._profiler = Profiler(config.profiler, self, executor, clock)
-        self._span = self._profiler.spans.span
         self._commands = Commands(
             self._command_owners(), emit=emit, at_boundary=lambda: not self.scheduler.in_flight,
             on_progress=self._send_status, wake=wake,
@@ -125,25 +114,20 @@ class EngineCore:
 
     def _command_owners(self) -> list[object]:
         """The objects whose methods are commands."""
-        core = [self, self.control, self.control.weights, self._aborts, self._profiler]
+        core = [self, self.control, self.control.weights, self._aborts]
         return [*core, *chain.from_iterable(feature.commands for feature in self.features)]
 
     # --- the loop ---
 
     def step(self) -> bool:
         """One turn; False when there is nothing to do until the next message or deadline."""
-        if self._profiler.active and (command := self._profiler.due()) is not None:
-            self._commands.begin(command)
         with self._span(LOOP):
             return self._turn()
 
     def _turn(self) -> bool:
-        self._publish_events()
-        self._expire()
         if self.control.expire():
             self._send_status()
         self._admission.pending.poll()
-        self._poll_external()
         for poll in self._hooks.poll:
             poll()
         if self._outbox:
@@ -173,9 +157,8 @@ class EngineCore:
 
     @property
     def _may_wait(self) -> bool:
-        """Whether requests may wait although nothing runs: for a command, a feature, KV, or their
-        client."""
-        if self.control.may_be_idle or self._admission.pending or self._external.busy:
+        """Whether requests may wait although nothing runs: for a command, a feature, or their client."""
+        if self.control.may_be_idle or self._admission.pending:
             return True
         return self.scheduler.num_stalled > 0 or any(is_busy() for is_busy in self._hooks.is_busy)
 
@@ -208,8 +191,6 @@ class EngineCore:
         now = self._clock()
         with self._span("update"):
             requests = self.scheduler.update(result, now)
-        if self._profiler.active:
-            self._profiler.on_step(step, now)
         for request in requests:
             if request.finish is not None:
                 self._remove(request)
@@ -217,21 +198,14 @@ class EngineCore:
             on_result(step, result, now)
         if self._outbox.ended:
             requests += [request for request in self._take_ended() if request not in requests]
-        requests = self._external.offer(requests)
+        for hold in self._hooks.hold:
+            requests = hold(requests)
         if self.scheduler.in_flight:
             self._sample()
         with self._span("send"):
             self._front_ends.send(requests)
             self._front_ends.refresh_stats(now - STATS_INTERVAL)
         self._commands.resume()
-
-    def _poll_external(self) -> None:
-        """Send outputs that waited for KV to be kept, and end requests whose KV did not come."""
-        ready, failed = self._external.poll()
-        self._front_ends.send(ready)
-        for request, reason in failed:
-            if request.finish is None:
-                self._fail(request, reason)
 
     def _take_ended(self) -> list[Request]:
         """Take out the requests that features have ended."""
@@ -243,7 +217,8 @@ class EngineCore:
     def _empty_outbox(self) -> None:
         """Do what features have asked for."""
         outbox = self._outbox
-        self._front_ends.send(self._take_ended())
+        ready, outbox.ready = outbox.ready, []
+        self._front_ends.send([*self._take_ended(), *ready])
         commands, outbox.commands = outbox.commands, []
         for begun in commands:
             self._commands.begin(begun)
@@ -260,27 +235,18 @@ class EngineCore:
             for identity, message in held:
                 self.receive(identity, message)
 
-    def _publish_events(self) -> None:
-        """Tell subscribers what the last turn, and the messages since, changed in the prefix cache."""
-        if self._events is not None and self.cache.events is not None and (events := self.cache.events.take()):
-            self._events.publish(events)
-
     def _on_idle(self) -> None:
         """Check for lost blocks while there is nothing to do, and send the last gauges to front ends that
         were sent others."""
         if len(self._registry):  # frozen, and more may come in
             self._front_ends.refresh_stats(self._clock())
-        elif self._last_step is not None and not self._external.holds_blocks:
+        elif self._last_step is not None and not any(holds() for holds in self._hooks.holds_blocks):
             self._last_step = None
             self.cache.check_idle()
             self._front_ends.refresh_stats(self._clock())
 
     def close(self) -> None:
         """End the threads and processes of features."""
-        if self._events is not None:
-            self._publish_events()
-            self._events.close()
-        self._external.close()
         for close in self._hooks.close:
             close()
 
@@ -369,31 +335,10 @@ class EngineCore:
 
     def _remove(self, request: Request) -> None:
         self._registry.remove(request)
-        self._external.on_end(request)
-        if self._profiler.active:
-            self._profiler.on_end(request)
-
-    def _expire(self) -> None:
-        """End what is past its deadline, with what it has."""
-        if not self._deadlines:
-            return
-        now = self._clock()
-        expired = []
-        for request, detail in self._deadlines.passed(now):
-            request.end("deadline", detail, now)
-            self._end(request)
-            expired.append(request)
-        self._front_ends.send(expired)
-        self._deadlines.tidy(len(self._registry))
 
     def seconds_to_deadline(self) -> float | None:
         """How long the loop may sleep when idle; None: until a message comes."""
-        ends = (
-            self._deadlines.seconds_to_next(self._clock()),
-            self.control.seconds_to_expiry,
-            self._profiler.seconds_to_end,
-            self._external.seconds_left(),
-        )
+        ends = [self.control.seconds_to_expiry, *(left() for left in self._hooks.seconds_left)]
         return min((seconds for seconds in ends if seconds is not None), default=None)
 
     # --- status ---
@@ -467,16 +412,11 @@ class EngineCore:
         self.cache.check()
         return True
 
-    @command("kv_event_sources")
-    def _kv_event_sources(self) -> list[dict[str, Any]]:
-        return [] if self._events is None else [self._events.sources]
-
     @command("reset_prefix_cache")
     def _reset_prefix_cache(self, reset_external: bool = False) -> bool:
-        """`reset_external`: drop the earlier outputs that are kept as drafts, and what the KV store keeps, as well."""
+        """`reset_external`: drop what features keep of earlier requests as well: outputs as drafts, the KV store."""
         self.cache.reset()
         if reset_external:
-            self._external.clear()
             for clear in self._hooks.clear:
                 clear()
         return True
@@ -511,16 +451,13 @@ class EngineCore:
         return (yield from self.control.take_over(was))
 
 
-def _make_cache(config: Config, layout: KVLayout, *, events: bool) -> PrefixCache:
-    """The prefix cache of a model with this layout; `events`: it keeps a log of what it does."""
-    states, size = layout.states, layout.block_size
+def _make_cache(config: Config, layout: KVLayout) -> PrefixCache:
+    """The prefix cache of a model with this layout."""
     return PrefixCache(
         layout.num_blocks,
-        size,
+        layout.block_size,
         enabled=config.cache.enable_prefix_caching,
         model=config.model.model,
-        snapshots=None if states is None else Snapshots(states.snapshots, states.interval // size),
-        events=EventLog(size) if events else None,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tokserve.base.rooms import contributions
+from tokserve.base.trace import Spans
 from tokserve.config import Config
 from tokserve.engine.admin.command import Command, RunningRequests
 from tokserve.engine.admin.control import Control
@@ -20,21 +21,25 @@ from tokserve.protocol.plan import DeviceFacts
 
 @dataclass(slots=True)
 class Outbox:
-    """What features ask of the loop, which does it in the same turn.  `ended`: requests that have a `finish`, to be
-    taken out; `failed`: requests that cannot go on, and why; `commands`: to begin."""
+    """What features ask of the loop, which does it in the same turn.
 
+    `ready`: requests whose output waited and can be sent.  `ended`: those that have a `finish`, to be taken out.
+    `failed`: requests that cannot go on, and why.  `commands`: to begin.
+    """
+
+    ready: list[Request] = field(default_factory=list)
     ended: list[Request] = field(default_factory=list)
     failed: list[tuple[Request, str]] = field(default_factory=list)
     commands: list[Command] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.ended or self.failed or self.commands)
+        return bool(self.ready or self.ended or self.failed or self.commands)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """What features are made of.  `clock`: that of the requests; `wake` is called, from any thread, when there is
-    something for `EngineFeature.poll`."""
+    """What features are made of.  `spans`: of the loop's thread.  `clock`: that of the requests.  `wake` is called,
+    from any thread, when there is something for `EngineFeature.poll`."""
 
     config: Config
     facts: DeviceFacts
@@ -46,6 +51,7 @@ class EngineContext:
     requests: RunningRequests
     outbox: Outbox
     hooks: Hooks
+    spans: Spans
     clock: Callable[[], float]
     wake: Callable[[], None]
 

@@ -92,6 +92,11 @@ class EngineFeature:
     def on_result(self, step: InFlightStep, result: StepResult, now: float) -> None:
         """The requests have their new tokens."""
 
+    def hold(self, requests: list[Request]) -> list[Request]:
+        """Requests with output to be sent; returns those whose output can be sent now.  The others are left in the
+        outbox later."""
+        raise NotImplementedError
+
     # --- the loop ---
 
     def poll(self) -> None:
@@ -100,6 +105,16 @@ class EngineFeature:
     def is_busy(self) -> bool:
         """Whether requests may wait although nothing runs."""
         raise NotImplementedError
+
+    def holds_blocks(self) -> bool:
+        """Whether blocks are in use although no request is."""
+        raise NotImplementedError
+
+    def seconds_left(self) -> float | None:
+        """The time until there is something for `poll`; None: until `wake` is called."""
+
+    def drop(self, request_ids: Sequence[str]) -> None:
+        """Clients have given up these requests, which may have ended."""
 
     def stats(self) -> dict[str, Any]:
         """Fields of the `StepStats` that front ends are told."""
@@ -148,8 +163,12 @@ class Hooks:
         self.bitmask: tuple[Callable[[InFlightStep], GrammarBitmask | None], ...] = those("bitmask")
         self.before_update: tuple[Callable[[InFlightStep, StepResult, float], None], ...] = those("before_update")
         self.on_result: tuple[Callable[[InFlightStep, StepResult, float], None], ...] = those("on_result")
+        self.hold: tuple[Callable[[list[Request]], list[Request]], ...] = those("hold")
         self.poll: tuple[Callable[[], None], ...] = those("poll")
         self.is_busy: tuple[Callable[[], bool], ...] = those("is_busy")
+        self.holds_blocks: tuple[Callable[[], bool], ...] = those("holds_blocks")
+        self.seconds_left: tuple[Callable[[], float | None], ...] = those("seconds_left")
+        self.drop: tuple[Callable[[Sequence[str]], None], ...] = those("drop")
         self.stats: tuple[Callable[[], dict[str, Any]], ...] = those("stats")
         self.status: tuple[Callable[[], dict[str, Any]], ...] = those("status")
         self.take_over: tuple[Callable[[Status], None], ...] = those("take_over")

@@ -76,7 +76,6 @@ class Request:
         "num_in_flight",
         "num_preemptions",
         "num_settled",
-        "num_state",
         "number",
         "options",
         "output",
@@ -89,7 +88,6 @@ class Request:
         "seed",
         "share",
         "slot",
-        "snapshot",
         "stalled",
         "state",
         "steps_in_flight",
@@ -139,8 +137,6 @@ class Request:
         self.num_in_flight = 0  # tokens that steps in flight sample, at most
         self.steps_in_flight = self.num_preemptions = 0  # steps that mention it; times that it lost its slot
         self.last_step = -1  # the newest step with a row of it
-        self.num_state = 0  # the position of its recurrent state, once what is planned is computed
-        self.snapshot = -1  # that its state began with
         self.blocks_sent = 0  # entries of the block table that the device has
         self.is_decoding = False  # a token was planned since it got its slot, so its prompt is computed
         self.stalled = False  # its client does not read what it was sent
@@ -220,8 +216,6 @@ class Request:
             seed=self.seed,
             stop_ids=self.stop_ids,
             features=self.features,
-            snapshot=self.snapshot,
-            num_state=self.num_state,
             second=self.second,
             **fields,
         )
@@ -272,8 +266,6 @@ class Request:
         """The last positions of a step do not stay: drafts, or one whose token was withheld."""
         self.num_computed -= rejected
         self.num_settled -= rejected
-        if self.steps_in_flight:  # they were planned to go on from the last draft
-            self.num_state -= rejected
 
     def on_prompt_computed(self, vector: Float32 | None, now: float) -> None:
         """The prompt of a request that has no output is computed; `vector`: of one that pools."""

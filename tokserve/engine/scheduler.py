@@ -26,7 +26,7 @@ from tokserve.engine.request import Request, State
 from tokserve.engine.variant import Variant
 from tokserve.features.fairness.fairness import FairQueue, Shares, choose_displaced, choose_victim
 from tokserve.features.fairness.pace import StepPace
-from tokserve.protocol.messages import StepStats, StoreStats
+from tokserve.protocol.messages import StepStats
 from tokserve.protocol.plan import NOT_FINITE, OK, StepPlan, StepResult
 
 MAX_DISPLACED = 8  # preemptions per step in favour of other clients
@@ -134,8 +134,6 @@ class Scheduler:
             blocks_cached=pool.num_cached,
             blocks_total=pool.total,
             clients=len(self.shares.live),
-            snapshots=0 if self._cache.snapshots is None else self._cache.snapshots.num_kept,
-            store=StoreStats() if self._cache.store is None else self._cache.store.stats(),
             deferred=min(self._deferred, len(self._waiting)) + len(self._parked),
             stalled=len(self._stalled),
             **self.counters.values(),
@@ -199,8 +197,6 @@ class Scheduler:
             builder = self._build(now)
         if not builder.rows:
             return None
-        if self._cache.snapshots is not None:
-            self._plan_saves(builder)
         for prepare in self._hooks.plan:
             prepare(builder)
         plan, step = builder.build(self._step, self._freed, self.weights.version, now)
@@ -210,14 +206,6 @@ class Scheduler:
         self._step += 1
         self._freed = []
         return plan
-
-    def _plan_saves(self, builder: PlanBuilder) -> None:
-        """Recurrent states go on to the first draft of each row; take the snapshots that are due on the way."""
-        for row in builder.rows:
-            request = row.request
-            end = request.num_computed + row.num_tokens - len(row.drafts)
-            row.saves = self._cache.plan_saves(request.table, request.num_state, end)
-            request.num_state = max(request.num_state, end)
 
     def _build(self, now: float) -> PlanBuilder:
         budget = limit = self._config.token_budget
@@ -428,9 +416,6 @@ class Scheduler:
         request.state = State.RUNNING
         request.slot = self._free_slots.pop()
         request.num_computed = request.num_settled = min(hits * self._cache.block_size, request.reusable)
-        if self._cache.snapshots is not None:
-            request.num_state = hits * self._cache.block_size
-            request.snapshot = self._cache.snapshot_after(request.table, hits)
         if request.cached_tokens is None:
             request.cached_tokens = request.num_computed
             request.admitted = now
@@ -491,8 +476,6 @@ class Scheduler:
                     requests.append(request)
                 elif count and request.options.stream:
                     requests.append(request)
-            if row.saves:
-                self._cache.record_saves(request.table, row.saves, result.saved)
             if self._leaving and request in self._leaving:
                 self._release_slot(request)
         self.counters.output_tokens += num_output
@@ -508,7 +491,7 @@ class Scheduler:
         self._free_slots.append(request.slot)
         self._freed.append(request.slot)
         request.slot = -1
-        request.num_computed = request.num_settled = request.num_state = request.blocks_sent = 0
+        request.num_computed = request.num_settled = request.blocks_sent = 0
         request.is_decoding = False
         if request.state is State.LEAVING:
             request.output.forget_kv(request.num_output)

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from tokserve.engine.admin.command import Command, command
 from tokserve.engine.admission import Admission
+from tokserve.engine.hooks import Hooks
 from tokserve.engine.registry import Registry
 from tokserve.engine.request import Request
 from tokserve.engine.scheduler import Scheduler
 from tokserve.features.fairness.announcements import Announcements
-from tokserve.features.kv.external_kv import ExternalKV
 
 
 class Aborts:
@@ -22,11 +22,11 @@ class Aborts:
         admission: Admission,
         announcements: Announcements,
         scheduler: Scheduler,
-        external: ExternalKV,
+        hooks: Hooks,
         end: Callable[[list[Request], str], None],
     ) -> None:
         self._registry, self._admission, self._announcements = registry, admission, announcements
-        self._scheduler, self._external = scheduler, external
+        self._scheduler, self._hooks = scheduler, hooks
         self._end = end
 
     @command("abort")
@@ -47,7 +47,8 @@ class Aborts:
             ):
                 result[request_id] = "finished"
         self._end(aborted, reason)
-        self._external.drop(f"{request_id}#0" for request_id in result)
+        for drop in self._hooks.drop:
+            drop([f"{request_id}#0" for request_id in result])
         unreleased = self._scheduler.unreleased()
         yield lambda: all(request.released for request in unreleased)
         return result

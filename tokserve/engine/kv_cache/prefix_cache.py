@@ -19,9 +19,7 @@ import msgspec
 from tokserve.engine.kv_cache.block_pool import BlockPool, CacheBroken
 from tokserve.engine.kv_cache.block_table import BlockTable, features_key
 from tokserve.engine.variant import Variant
-from tokserve.families.recurrent.snapshots import Snapshots
-from tokserve.features.kv.events import EventLog
-from tokserve.protocol.messages import StoreStats
+from tokserve.protocol.prompt import Feature
 
 
 class BlockStore(Protocol):
@@ -32,9 +30,6 @@ class BlockStore(Protocol):
 
     def on_reset(self) -> None:
         """The prefix cache is empty."""
-
-    def stats(self) -> StoreStats:
-        """Gauges and counters of this moment."""
 
     def load(self, table: BlockTable, tokens: array[int], hits: int, usable: int) -> bool:
         """Begin to load blocks that follow the first `hits`, if that is of use; whether the table's request waits."""
@@ -50,11 +45,67 @@ class RemoteBlocks(Protocol):
         """Begin to load blocks that follow the first `hits`, or go on with that; whether the table's request waits."""
 
 
+class BlockEvents(Protocol):
+    """What is told of every block that can be found from then on, or no longer."""
+
+    def stored(
+        self,
+        parent: bytes | None,
+        hashes: Sequence[bytes],
+        tokens: array[int],
+        start: int,
+        *,
+        variant: Variant | None,
+        cache_salt: str,
+        features: Sequence[Feature],
+    ) -> None:
+        """Blocks of the tokens from position `start` on can be found; `parent`: the hash before them."""
+
+    def removed(self, block_hash: bytes) -> None:
+        """A block cannot be found any more."""
+
+    def cleared(self) -> None:
+        """No block can be found any more."""
+
+
+class StateSnapshots(Protocol):
+    """Which prefixes have a snapshot of a recurrent state, by the hash of their last block."""
+
+    @property
+    def total(self) -> int: ...
+
+    def __contains__(self, block_hash: bytes) -> bool: ...
+
+    def is_due(self, index: int, last: int) -> bool:
+        """Whether a request whose prompt has `last` full blocks has its state saved after so many blocks."""
+
+    def use(self, block_hash: bytes) -> int:
+        """The snapshot kept under this hash, which counts as used now."""
+
+    def reserve(self) -> int | None:
+        """A snapshot to be taken; None if all are about to be."""
+
+    def release(self, snapshot: int) -> None:
+        """A reserved one was not taken, or is of no use."""
+
+    def keep(self, snapshot: int, block_hash: bytes) -> None:
+        """A reserved one was taken; let it be found, unless there is one under this hash."""
+
+    def clear(self) -> None:
+        """Forget all snapshots, so that none is found."""
+
+    def check(self) -> None:
+        """Raise `CacheBroken` if one was lost, or is in two places."""
+
+    def check_idle(self) -> None:
+        """Raise `CacheBroken` if one is reserved, for when nothing runs."""
+
+
 class PrefixCache:
     """Block tables over a `BlockPool`; with `enabled` False no block is found again.
 
     `snapshots`: of a model with recurrent states, whose prefixes are of use as far as there is a snapshot of them.
-    `events`: told of every block that can be found from then on, or no longer.  `store`: keeps blocks elsewhere.
+    `store` keeps blocks elsewhere, and `transfers` brings some from there.  Features set these and `events`.
     """
 
     def __init__(
@@ -64,16 +115,14 @@ class PrefixCache:
         *,
         enabled: bool,
         model: str,
-        snapshots: Snapshots | None = None,
-        events: EventLog | None = None,
     ) -> None:
         self.block_size = block_size
-        self.events = events
+        self.events: BlockEvents | None = None
         self.store: BlockStore | None = None
         self.transfers: RemoteBlocks | None = None
         self.before_reuse: Callable[[bytes], object] = lambda block_hash: None
         self.pool = BlockPool(num_blocks, self._on_evicted)
-        self.snapshots = snapshots
+        self.snapshots: StateSnapshots | None = None
         self.enabled = enabled
         self._model, self._epoch = model, 0
         self._key = secrets.token_bytes(32)
@@ -124,7 +173,7 @@ class PrefixCache:
             return None
         return hits
 
-    def _lookup_state(self, table: BlockTable, snapshots: Snapshots, hits: int, usable: int) -> int | None:
+    def _lookup_state(self, table: BlockTable, snapshots: StateSnapshots, hits: int, usable: int) -> int | None:
         """The leading blocks up to the last snapshot; None if another request is about to take a later one."""
         while hits and table.hashes[hits - 1] not in snapshots:
             hits -= 1

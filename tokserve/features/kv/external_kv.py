@@ -1,119 +1,161 @@
-"""KV besides the KV cache, as the loop sees it: the store that keeps blocks, and their transfers between servers.
+"""KV besides the KV cache, as the engine's loop sees it: events, the store that keeps blocks, and transfers.
 
-Options name both.  Without them nothing is kept, expected or waited for, and every method does nothing.
+Options name them; an engine has a feature with as many of them as are named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from typing import Any
 
-from tokserve.config import KVConfig
-from tokserve.engine.kv_cache.prefix_cache import PrefixCache
+from tokserve.config import KVEventsPlan, KVStorePlan
+from tokserve.engine.admin.command import command
+from tokserve.engine.features import EngineContext
+from tokserve.engine.hooks import EngineFeature
 from tokserve.engine.request import Request
-from tokserve.executor.base import Executor
-from tokserve.features.kv.identity import IdentityWatch, WeightChanges
+from tokserve.features.kv.event_publisher import EventPublisher
+from tokserve.features.kv.events import EventLog
+from tokserve.features.kv.identity import IdentityWatch
 from tokserve.features.kv.store import KVStore
 from tokserve.features.kv.transfers import Transfers
 
 
-class ExternalKV:
-    """The KV store, the watch that tells it which weights serve, and the transfers; each is None if no option names it.
+def make(context: EngineContext) -> EngineFeature:
+    """What the options name.  Waits until the device has computed the digest of the weights, if blocks are kept.
+    Raises StartError."""
+    config = context.config.kv
+    events, store, transfer = config.events(), config.store(), config.transfer()
+    if store is None:
+        return NoEvents() if events is None else KVEvents(context, events)
+    return KeptKV(context, events, store) if transfer is None else TransferredKV(context, events, store)
 
-    `tokens_per_second`: how fast prompts are computed.  `wake` is called from any thread when there is something for
-    `poll`.
-    """
 
-    def __init__(
-        self,
-        config: KVConfig,
-        cache: PrefixCache,
-        executor: Executor,
-        weights: WeightChanges,
-        facts: dict[str, Any],
-        *,
-        tokens_per_second: Callable[[], float],
-        clock: Callable[[], float],
-        wake: Callable[[], None],
-    ) -> None:
-        """Waits until the device has computed the digest of the weights.  Raises StartError."""
-        self.store: KVStore | None = None
-        self.watch: IdentityWatch | None = None
-        self._transfers: Transfers | None = None
-        plan = config.store()
-        if plan is None:
-            return
-        block_bytes = facts["kv_block_bytes"]
+class NoEvents(EngineFeature):
+    """The command of an engine that publishes nothing."""
+
+    @command("kv_event_sources")
+    def sources(self) -> list[dict[str, Any]]:
+        return []
+
+
+class KVEvents(EngineFeature):
+    """Tells subscribers what changes in the prefix cache."""
+
+    def __init__(self, context: EngineContext, plan: KVEventsPlan | None) -> None:
+        """`plan`: None to tell nobody."""
+        self.log: EventLog | None = None
+        self.publisher: EventPublisher | None = None
+        if plan is not None:
+            self.publisher = EventPublisher(plan)
+            self.log = context.cache.events = EventLog(context.cache.block_size)
+
+    @command("kv_event_sources")
+    def sources(self) -> list[dict[str, Any]]:
+        return [] if self.publisher is None else [self.publisher.sources]
+
+    def poll(self) -> None:
+        """Publish what the last turn, and the messages since, have changed."""
+        if self.publisher is not None and self.log is not None and (events := self.log.take()):
+            self.publisher.publish(events)
+
+    def close(self) -> None:
+        KVEvents.poll(self)
+        if self.publisher is not None:
+            self.publisher.close()
+
+
+class KeptKV(KVEvents):
+    """The KV store, and the watch that tells it which weights serve."""
+
+    def __init__(self, context: EngineContext, events: KVEventsPlan | None, plan: KVStorePlan) -> None:
+        super().__init__(context, events)
+        facts = context.facts.facts
         self.store = KVStore(
-            cache,
-            executor.copy,
+            context.cache,
+            context.executor.copy,
+            self.log,
             num_slots=facts["kv_store_slots"],
-            block_bytes=block_bytes,
+            block_bytes=facts["kv_block_bytes"],
             has_files=plan.directory is not None,
-            tokens_per_second=tokens_per_second,
-            clock=clock,
-            wake=wake,
+            tokens_per_second=context.scheduler.tokens_per_second,
+            clock=context.clock,
+            wake=context.wake,
         )
-        self.watch = IdentityWatch(self.store, weights, executor.background, executor.copy, wake)
+        executor = context.executor
+        self.watch = IdentityWatch(
+            self.store, context.control.weights, executor.background, executor.copy, context.wake
+        )
         self.watch.start()
-        if (transfer := config.transfer()) is not None:
-            self._transfers = Transfers(
-                transfer, cache, self.store, self.watch, executor.copy, block_bytes=block_bytes, clock=clock, wake=wake
-            )
 
-    @property
-    def busy(self) -> bool:
-        """Whether requests may wait for blocks although nothing runs."""
-        return (self.store is not None and self.store.busy) or (self._transfers is not None and self._transfers.busy)
+    def poll(self) -> None:
+        super().poll()
+        self.store.poll()
+        self.watch.poll()
 
-    @property
+    def is_busy(self) -> bool:
+        return self.store.busy
+
     def holds_blocks(self) -> bool:
-        """Whether blocks are in use although no request is: they are being loaded, or held for another server."""
-        loading = self.store is not None and self.store.loading
-        return loading or (self._transfers is not None and self._transfers.holds_blocks)
+        return self.store.loading
 
     def seconds_left(self) -> float | None:
-        """The time until there is something for `poll`; None: until `wake` is called."""
-        ends = [part.seconds_left() for part in (self.store, self._transfers) if part is not None]
-        return min((seconds for seconds in ends if seconds is not None), default=None)
+        return self.store.seconds_left()
 
-    def poll(self) -> tuple[list[Request], list[tuple[Request, str]]]:
-        """Take what has ended since the last call.  Returns requests whose output waited and can be sent now, and
-        requests that cannot go on, with the reason."""
-        if self.store is not None and self.watch is not None:
-            self.store.poll()
-            self.watch.poll()
-        if self._transfers is None:
-            return [], []
-        ready = self._transfers.poll()
-        failed, self._transfers.failed = self._transfers.failed, []
-        return ready, failed
-
-    def expect(self, request: Request) -> None:
-        """A request was accepted; its KV may come from another server."""
-        if self._transfers is not None:
-            self._transfers.expect(request)
-
-    def offer(self, requests: list[Request]) -> list[Request]:
-        """Hold the KV of ended requests for another server; returns the requests whose output can be sent now."""
-        return requests if self._transfers is None else self._transfers.offer(requests)
-
-    def on_end(self, request: Request) -> None:
-        """A request has ended: what was to come for it is given back."""
-        if self._transfers is not None:
-            self._transfers.on_end(request)
-
-    def drop(self, request_ids: Iterable[str]) -> None:
-        """Clients have given up requests that have ended: their KV is not held any longer."""
-        if self._transfers is not None:
-            self._transfers.drop(request_ids)
+    def stats(self) -> dict[str, Any]:
+        return {"store": self.store.stats()}
 
     def clear(self) -> None:
         """Drop all blocks of the store, in memory and in files."""
-        if self.store is not None:
-            self.store.clear()
+        self.store.clear()
+
+
+class TransferredKV(KeptKV):
+    """The KV store, and transfers of its blocks between servers."""
+
+    def __init__(self, context: EngineContext, events: KVEventsPlan | None, plan: KVStorePlan) -> None:
+        super().__init__(context, events, plan)
+        transfer = context.config.kv.transfer()
+        assert transfer is not None
+        self._outbox = context.outbox
+        self._transfers = Transfers(
+            transfer,
+            context.cache,
+            self.store,
+            self.watch,
+            context.executor.copy,
+            block_bytes=context.facts.facts["kv_block_bytes"],
+            clock=context.clock,
+            wake=context.wake,
+        )
+
+    def accept(self, request: Request) -> None:
+        self._transfers.expect(request)
+
+    def hold(self, requests: list[Request]) -> list[Request]:
+        return self._transfers.offer(requests)
+
+    def on_end(self, request: Request) -> None:
+        self._transfers.on_end(request)
+
+    def drop(self, request_ids: Sequence[str]) -> None:
+        self._transfers.drop(request_ids)
+
+    def poll(self) -> None:
+        super().poll()
+        self._outbox.ready += self._transfers.poll()
+        self._outbox.failed += self._transfers.failed
+        self._transfers.failed = []
+
+    def is_busy(self) -> bool:
+        return super().is_busy() or self._transfers.busy
+
+    def holds_blocks(self) -> bool:
+        return super().holds_blocks() or self._transfers.holds_blocks
+
+    def seconds_left(self) -> float | None:
+        ends = (super().seconds_left(), self._transfers.seconds_left())
+        return min((seconds for seconds in ends if seconds is not None), default=None)
 
     def close(self) -> None:
-        """End the transfers on their way."""
-        if self._transfers is not None:
-            self._transfers.close()
+        super().close()
+        self._transfers.close()

@@ -19,6 +19,7 @@ from typing import Any
 from tokserve.engine.kv_cache.block_table import BlockTable
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.features.kv.content_keys import content_keys
+from tokserve.features.kv.events import EventLog
 from tokserve.features.kv.load_rates import LoadRates
 from tokserve.features.kv.slots import MemorySlots
 from tokserve.features.kv.stored_events import StoredEvents
@@ -98,6 +99,7 @@ class KVStore:
         self,
         cache: PrefixCache,
         copy: Copy,
+        events: EventLog | None,
         *,
         num_slots: int,
         block_bytes: int,
@@ -111,7 +113,7 @@ class KVStore:
         self._has_files = has_files
         self._clock = clock
         self._wake = wake
-        self._events = StoredEvents(cache.events)
+        self._events = StoredEvents(events)
         self._slots = MemorySlots(num_slots, self._events.left_memory)
         self._rates = LoadRates(block_bytes, cache.block_size, tokens_per_second)
         self.counters = StoreCounters()

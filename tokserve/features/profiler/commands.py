@@ -12,40 +12,34 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tokserve.base.errors import Conflict, RequestError, RequestFailed, StartError
-from tokserve.base.trace import Spans, totals
-from tokserve.config import ProfilerConfig
-from tokserve.engine.admin.command import STEP_BOUNDARY, Command, RunningRequests, command
+from tokserve.base.trace import LOOP, Spans, totals
+from tokserve.engine.admin.command import STEP_BOUNDARY, Command, command
+from tokserve.engine.features import EngineContext
+from tokserve.engine.hooks import EngineFeature
 from tokserve.engine.plan_builder import InFlightStep
 from tokserve.engine.request import Request
-from tokserve.executor.base import Executor
+from tokserve.protocol.plan import StepResult
 
 logger = logging.getLogger(__name__)
 
-LOOP = "turn"  # the span around a turn of the engine's loop; what is in no span inside it is "other"
 
+class Profiler(EngineFeature):
+    """Raises StartError if traces cannot be written to the directory."""
 
-class Profiler:
-    """`spans` records the loop; the core calls `on_step` and `on_end` while `active`.  `clock`: as in `Request`.
-    Raises StartError if traces cannot be written to the directory."""
-
-    def __init__(
-        self, config: ProfilerConfig, requests: RunningRequests, executor: Executor, clock: Callable[[], float]
-    ) -> None:
-        self.spans = Spans()
-        self.active = False  # delayed, starting or recording
-        self._plan = config.resolved()
+    def __init__(self, context: EngineContext) -> None:
+        self.spans = context.spans
+        self._active = False  # delayed, starting or recording
+        self._plan = context.config.profiler.resolved()
         if self._plan.directory is not None:
             _make_writable(self._plan.directory)
-        self._requests = requests
-        self._executor = executor
-        self._clock = clock
+        self._requests, self._outbox = context.requests, context.outbox
+        self._executor, self._clock = context.executor, context.clock
         self._steps = Spans()
         self._options: dict[str, Any] = {}
         self._delay = 0  # steps until it begins
@@ -57,15 +51,18 @@ class Profiler:
         self._state = "off"
         self._result: dict[str, Any] | RequestError | None = None  # of a profile that has ended by itself
 
-    # --- for the core ---
+    # --- hooks ---
 
-    @property
-    def seconds_to_end(self) -> float | None:
+    def poll(self) -> None:
+        if self._active and (due := self._due()) is not None:
+            self._outbox.commands.append(due)
+
+    def seconds_left(self) -> float | None:
         """Until the profile ends by itself."""
         return max(0.0, self._end - self._clock()) if self.spans.recording else None
 
-    def due(self) -> Command | None:
-        """What is to be done between steps, while `active`: begin after the delay, or end at a limit."""
+    def _due(self) -> Command | None:
+        """What is to be done between steps, while there is a profile: begin after the delay, or end at a limit."""
         if self._state != "recording":
             return self._begin_late() if self._state == "delayed" and self._delay <= 0 else None
         if self._left <= 0:
@@ -74,8 +71,9 @@ class Profiler:
             return self._end_by("max_seconds")
         return self._end_by("size") if self.spans.full or self._steps.full else None
 
-    def on_step(self, step: InFlightStep, now: float) -> None:
-        """A step has ended."""
+    def on_result(self, step: InFlightStep, result: StepResult, now: float) -> None:
+        if not self._active:
+            return
         if self._state != "recording":
             self._delay -= 1
             return
@@ -86,6 +84,10 @@ class Profiler:
         self.spans.add(f"step {step.step}", _ns(step.planned), _ns(now), f"steps {step.step % 2}", args)
 
     def on_end(self, request: Request) -> None:
+        if self._active and request.finish is not None:
+            self._add_phases(request)
+
+    def _add_phases(self, request: Request) -> None:
         """A request has ended, or the profile has: its phases, each a span on a track of its own."""
         now = request.received + request.finish.total if request.finish is not None else self._clock()
         phases = [("queued", request.received), ("prefill", request.admitted), ("decode", request.first_token)]
@@ -137,7 +139,7 @@ class Profiler:
 
     def _set_state(self, state: str) -> None:
         self._state = state
-        self.active = state in ("delayed", "starting", "recording")
+        self._active = state in ("delayed", "starting", "recording")
 
     def _begin(self) -> Command:
         self._set_state("starting")
@@ -197,7 +199,7 @@ class Profiler:
             yield STEP_BOUNDARY
             seconds = self._clock() - self._began
             for request in self._requests.live:
-                self.on_end(request)
+                self._add_phases(request)
             loop, requests = self.spans.take(), self._steps.take()
             self._executor.call("stop_profile", {})
             what = {"path": str(self._path), "compress": self._plan.compress, "engine": loop, "requests": requests}
