@@ -15,7 +15,7 @@ import msgspec
 
 from tokserve.base.errors import RequestError
 from tokserve.config import Config
-from tokserve.engine.hooks import Hooks, Preparation
+from tokserve.engine.hooks import Hooks, Prerequisite
 from tokserve.engine.output.front_ends import Emit
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.pending import PendingReplies
@@ -67,8 +67,8 @@ class PendingSubmission:
 
 
 class Admission:
-    """`submit` replies by `emit`.  `fail` ends a request that was accepted before its preparation failed, `abort`
-    requests that were aborted before they were accepted; `wake` is called, from any thread, when a preparation has
+    """`submit` replies by `emit`.  `fail` ends a request that was accepted before its prerequisite failed, `abort`
+    requests that were aborted before they were accepted; `wake` is called, from any thread, when a prerequisite has
     ended."""
 
     def __init__(
@@ -187,18 +187,18 @@ class Admission:
     def _finish(self, large: PendingSubmission) -> None:
         """Accept all requests, or none."""
         submit, requests = large.submit, large.requests
-        preparations: dict[Request, list[Preparation]] = {}
+        prerequisites: dict[Request, list[Prerequisite]] = {}
         if large.refusal is None and large.ended is None:
             try:
-                preparations = self._prepare(requests)
+                prerequisites = self._prepare(requests)
             except RequestError as error:
                 large.refusal = SubmitReply(submit.call_id, "invalid", error.message)
             except Exception:  # as above
                 large.refusal = self._internal_error(submit)
         if large.refusal is None:
             self._accept(submit, requests)
-            if preparations:
-                return self.pending.add(large.identity, submit.call_id, requests, preparations)
+            if prerequisites:
+                return self.pending.add(large.identity, submit.call_id, requests, prerequisites)
         else:
             self._forget(requests)
         self._emit(large.identity, large.refusal or SubmitReply(submit.call_id))
@@ -272,15 +272,15 @@ class Admission:
         if isinstance(request.task, SamplingParams) and request.task.structured_outputs and not self._hooks.bitmask:
             raise RequestError("this server has no grammars", field="structured_outputs")
 
-    def _prepare(self, requests: Sequence[Request]) -> dict[Request, list[Preparation]]:
+    def _prepare(self, requests: Sequence[Request]) -> dict[Request, list[Prerequisite]]:
         """What the requests wait for, those that do.  Raises RequestError."""
-        result: dict[Request, list[Preparation]] = {}
+        result: dict[Request, list[Prerequisite]] = {}
         for request in requests:
             for prepare in self._hooks.prepare:
-                preparation = prepare(request)
-                if preparation is not None:
-                    result.setdefault(request, []).append(preparation)
-                    preparation.future.add_done_callback(lambda _: self._wake())
+                prerequisite = prepare(request)
+                if prerequisite is not None:
+                    result.setdefault(request, []).append(prerequisite)
+                    prerequisite.future.add_done_callback(lambda _: self._wake())
         return result
 
     def _accept(self, submit: Submit, requests: list[Request]) -> None:

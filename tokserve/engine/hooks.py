@@ -20,8 +20,8 @@ from tokserve.protocol.messages import EngineRequest, Status, Submit, SubmitRepl
 from tokserve.protocol.plan import GrammarBitmask, StepResult
 
 
-class Preparation(NamedTuple):
-    """What a request waits for before it is accepted.  `ready` is called once all preparations of its submission have
+class Prerequisite(NamedTuple):
+    """What a request waits for before it is accepted.  `ready` is called once all prerequisites of its submission have
     succeeded; `failure` is what the client is told of an unforeseen error."""
 
     future: Future[Any]
@@ -47,11 +47,11 @@ class EngineFeature:
     def attach(self, request: Request, spec: EngineRequest) -> None:
         """A request is made, of `spec`, and may be refused yet.  Raises RequestError if it cannot be served."""
 
-    def prepare(self, request: Request) -> Preparation | None:
+    def prepare(self, request: Request) -> Prerequisite | None:
         """What its submission waits for before it is accepted.  Raises RequestError if it cannot be served."""
 
     def accept(self, request: Request) -> None:
-        """A request is about to be queued, though its preparation may not have ended."""
+        """A request is about to be queued, though its prerequisite may not have ended."""
 
     def may_enter(self, request: Request) -> bool:
         """Whether a waiting request may have a slot now."""
@@ -150,7 +150,7 @@ class Hooks:
 
         self.refuse: tuple[Callable[[Submit], SubmitReply | None], ...] = those("refuse")
         self.attach: tuple[Callable[[Request, EngineRequest], None], ...] = those("attach")
-        self.prepare: tuple[Callable[[Request], Preparation | None], ...] = those("prepare")
+        self.prepare: tuple[Callable[[Request], Prerequisite | None], ...] = those("prepare")
         self.accept: tuple[Callable[[Request], None], ...] = those("accept")
         self.may_enter: tuple[Callable[[Request], bool], ...] = those("may_enter")
         self.on_slot: tuple[Callable[[Request, int], dict[str, Any]], ...] = those("on_slot")

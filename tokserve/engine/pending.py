@@ -1,7 +1,7 @@
 """Submissions whose reply is still due: they are registered and queued, but a feature prepares something for them.
 
-So a preparation that fails (a grammar that cannot be used) refuses the request instead of failing it later, and
-whatever can happen to a waiting request (abort, deadline, a full queue) can happen to these too; its preparations are
+So a prerequisite that fails (a grammar that cannot be used) refuses the request instead of failing it later, and
+whatever can happen to a waiting request (abort, deadline, a full queue) can happen to these too; its prerequisites are
 then cancelled.
 """
 
@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 from tokserve.base.errors import QueueFull, RequestError
-from tokserve.engine.hooks import Preparation
+from tokserve.engine.hooks import Prerequisite
 from tokserve.engine.request import Request
 from tokserve.protocol.messages import SubmitReply
 
@@ -24,7 +25,7 @@ class _Submission:
     identity: bytes
     call_id: int
     requests: list[Request]
-    preparations: dict[Request, list[Preparation]]
+    prerequisites: dict[Request, list[Prerequisite]]
     accept_sent: bool = False  # because a request of it has ended
 
 
@@ -44,27 +45,27 @@ class PendingReplies:
         return bool(self._submissions)
 
     def add(
-        self, identity: bytes, call_id: int, requests: list[Request], preparations: dict[Request, list[Preparation]]
+        self, identity: bytes, call_id: int, requests: list[Request], prerequisites: dict[Request, list[Prerequisite]]
     ) -> None:
-        """Some of these wait for their preparations."""
-        self._submissions |= dict.fromkeys(requests, _Submission(identity, call_id, requests, preparations))
+        """Some of these wait for their prerequisites."""
+        self._submissions |= dict.fromkeys(requests, _Submission(identity, call_id, requests, prerequisites))
 
     def on_abort(self, request: Request) -> None:
         """A request ends before its output begins: the client is told first that it was accepted."""
         submission = self._submissions.get(request)
-        if submission is not None and request in submission.preparations:
+        if submission is not None and request in submission.prerequisites:
             self._accept(submission)
-            for preparation in submission.preparations[request]:
-                preparation.future.cancel()
+            for prerequisite in submission.prerequisites[request]:
+                prerequisite.future.cancel()
 
     def poll(self) -> None:
-        """Reply to the submissions whose preparations have all ended, and tell the features of those that succeeded."""
+        """Reply to submissions whose prerequisites have all ended; features hear of those that succeeded."""
         for submission in dict.fromkeys(self._submissions.values()):
-            preparations = [one for each in submission.preparations.values() for one in each]
-            if all(preparation.future.done() for preparation in preparations):
+            prerequisites = list(chain.from_iterable(submission.prerequisites.values()))
+            if all(prerequisite.future.done() for prerequisite in prerequisites):
                 for request in submission.requests:
                     del self._submissions[request]
-                failed = (one for one in preparations if not one.future.cancelled() and one.future.exception())
+                failed = (one for one in prerequisites if not one.future.cancelled() and one.future.exception())
                 first = next(failed, None)
                 if first is None:
                     self._begin(submission)
@@ -72,10 +73,10 @@ class PendingReplies:
                     self._refuse(submission, first)
 
     def _begin(self, submission: _Submission) -> None:
-        for request, preparations in submission.preparations.items():
+        for request, prerequisites in submission.prerequisites.items():
             if request.finish is None:
-                for preparation in preparations:
-                    preparation.ready()
+                for prerequisite in prerequisites:
+                    prerequisite.ready()
         self._accept(submission)
 
     def _accept(self, submission: _Submission) -> None:
@@ -83,7 +84,7 @@ class PendingReplies:
             submission.accept_sent = True
             self._emit(submission.identity, SubmitReply(submission.call_id))
 
-    def _refuse(self, submission: _Submission, failed: Preparation) -> None:
+    def _refuse(self, submission: _Submission, failed: Prerequisite) -> None:
         error = failed.future.exception()
         reply = SubmitReply(submission.call_id, "internal", failed.failure)
         if isinstance(error, QueueFull):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tokserve.engine.features import EngineContext
-from tokserve.engine.hooks import EngineFeature, Preparation
+from tokserve.engine.hooks import EngineFeature, Prerequisite
 from tokserve.engine.plan_builder import InFlightStep, ScheduledRow
 from tokserve.engine.request import Request
 from tokserve.features.grammar.followed import FollowedGrammar
@@ -31,14 +31,14 @@ class GrammarFeature(EngineFeature):
         self._rows: dict[int, Rows] = {}  # that sample under a grammar, by steps in flight
         self._begun: list[FollowedGrammar] = []  # since the last poll
 
-    def prepare(self, request: Request) -> Preparation | None:
+    def prepare(self, request: Request) -> Prerequisite | None:
         task = request.task
         if not isinstance(task, SamplingParams) or task.structured_outputs is None:
             return None
         followed = FollowedGrammar(request, self.grammars.compile(task.structured_outputs, request.client))
         self._followed[request] = followed
         request.gates += (lambda: followed.is_ready,)
-        return Preparation(followed.future, lambda: self._begin(followed), "the grammar could not be compiled")
+        return Prerequisite(followed.future, lambda: self._begin(followed), "the grammar could not be compiled")
 
     def _begin(self, followed: FollowedGrammar) -> None:
         followed.begin()

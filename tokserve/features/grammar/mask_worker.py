@@ -79,7 +79,7 @@ class MaskWorker:
         return ()
 
     def poll(self) -> list[FollowedGrammar]:
-        """Those whose masks were computed, or have failed, since the last call; the masks may be used now."""
+        """The grammars whose masks were computed, or have failed, since the last call; these may be used now."""
         grammars, self._computed = self._computed, []
         if self._futures:
             grammars += [followed for followed, future in self._futures.items() if future.done()]

@@ -42,7 +42,7 @@ class KVEvents(EngineFeature):
     """Tells subscribers what changes in the prefix cache."""
 
     def __init__(self, context: EngineContext, plan: KVEventsPlan | None) -> None:
-        """`plan`: None to tell nobody."""
+        """`plan`: None to publish nothing."""
         self.log: EventLog | None = None
         self.publisher: EventPublisher | None = None
         if plan is not None:
