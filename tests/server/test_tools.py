@@ -445,7 +445,10 @@ def test_reasoning_is_left_out_on_request(text: str, content: str | None) -> Non
 
 
 def test_reasoning_is_content_without_a_reasoning_parser() -> None:
-    assert message("<think>hm</think>Yes", THINKER, tools=None)["content"] == "<think>hm</think>Yes"
+    s = chat_site("<think>hm</think>Yes", THINKER, reasoning_parser="none")
+    assert ask(s, tools=None)["choices"][0]["message"]["content"] == "<think>hm</think>Yes"
+    for template, parsed in ((THINKER, "Yes"), (HERMES, "<think>hm</think>Yes")):  # which says nothing of reasoning
+        assert message("<think>hm</think>Yes", template, tools=None)["content"] == parsed
 
 
 def test_derender_reads_from_the_messages_whether_reasoning_is_open() -> None:
@@ -479,7 +482,7 @@ def test_without_a_tool_format_auto_is_refused_with_the_alternatives(path: str, 
     for more, field in (({}, "tools"), ({"tool_choice": "auto"}, "tool_choice")):
         param, code, words = refusal(s, path, **more)
         assert (param, code) == (field, "unsupported")
-        assert ("--no-enable-auto-tool-choice" if options else "formats does: hermes, qwen3_coder") in words
+        assert ("--no-enable-auto-tool-choice" if options else "formats does: hermes, seed_oss") in words
 
 
 def test_unusable_options_are_refused_at_the_start() -> None:
@@ -487,9 +490,9 @@ def test_unusable_options_are_refused_at_the_start() -> None:
         site(enable_auto_tool_choice=True)
     for option, table in (("tool_call_parser", TOOL_FORMATS), ("reasoning_parser", THINKING)):
         for form in table:
-            assert Config.make(**{option: form.name})
-        with pytest.raises(StartError, match=f"option {option}"):
-            Config.make(**{option: "x"})
+            resolve(Config.make(model="demo", **{option: form.name}))
+        with pytest.raises(StartError, match=f"option {option}: must be one of auto, .*{table[0].name}"):
+            resolve(Config.make(model="demo", **{option: "x"}))
     for options in ({"reasoning_parser": "qwen3"}, {"enable_auto_tool_choice": True}):
         with pytest.raises(StartError, match="tokens_only"):
             resolve(Config.make(model="demo", tokens_only=True, **options))

@@ -7,7 +7,7 @@ import os
 import re
 
 from tokserve.base.errors import StartError
-from tokserve.config import BACKENDS, PACKING, Config, CorsConfig
+from tokserve.config import BACKENDS, PACKING, Config, CorsConfig, parsers
 from tokserve.config.cors import ANY
 
 HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # RFC 9110, 5.6.2
@@ -74,7 +74,10 @@ def _check_server(config: Config) -> None:
         raise StartError("data_parallel_size above 1 goes with api_server_count 1")
     if config.parallel.data_parallel_backend == "ray" and server.api_server_count > 1:
         raise StartError("data_parallel_backend ray goes with api_server_count 1")
-    text = ("chat_template", server.chat_template), ("reasoning_parser", server.reasoning_parser)
+    if server.tool_parser_plugin is None:  # whose names are known when it is loaded
+        parsers.check(server.tool_call_parser, server.reasoning_parser)
+    reasoning = "" if server.reasoning_parser in ("auto", "none") else server.reasoning_parser
+    text = ("chat_template", server.chat_template), ("reasoning_parser", reasoning)
     for name, value in (*text, ("enable_auto_tool_choice", server.enable_auto_tool_choice)):
         if server.tokens_only and value:
             raise StartError(f"{name} has no use with tokens_only")

@@ -99,18 +99,26 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = None
     tool_call_parser: Annotated[
-        Literal["auto", "hermes", "qwen3_coder", "mistral", "deepseek_v31", "llama3_json"],
+        str,
         about(
-            "How the model writes tool calls: hermes (Qwen 2.5 and 3 too), qwen3_coder, mistral, deepseek_v31 or "
-            "llama3_json; auto: as its chat template writes those of earlier turns, if that is one of these."
+            "How the model writes tool calls, one of the names in tools.md (hermes, qwen3_coder, llama3_json, "
+            "openai ...), or of a plugin; auto: as its chat template writes those of earlier turns, or else as it "
+            "describes them."
         ),
     ] = "auto"
     reasoning_parser: Annotated[
-        Literal["qwen3", "deepseek_r1", "mistral"] | None,
+        str,
         about(
-            "Return the reasoning that a model writes first separately from the content: qwen3 (between <think> and "
-            "</think>), deepseek_r1 (the same, even without an opening <think>) or mistral ([THINK]). Default: it "
+            "Return the reasoning of a model separately from the content, one of the names in tools.md (qwen3, "
+            "deepseek_r1, openai_gptoss ...), or of a plugin; auto: by the markers in its chat template; none: it "
             "stays in the content."
+        ),
+    ] = "auto"
+    tool_parser_plugin: Annotated[
+        str | None,
+        about(
+            "Name of an entry point tokserve.tool_parsers of an installed package, whose formats of tool calls and "
+            "reasoning are used before the built-in ones."
         ),
     ] = None
     client_header: Annotated[

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, Literal
 
 from tokserve.base.errors import StartError
+from tokserve.config.parsers import REASONING_SYNONYMS, TOOL_SYNONYMS
 
 Arity = Literal["flag", "value", "values"]
 
@@ -302,7 +303,6 @@ REFUSED = {
     "task": ForeignOption(instead="use --runner", harmless=("auto", "generate")),
     "tokenizer_mode": ForeignOption(instead="tokenizer.json is read", harmless=("auto", "hf", "fast")),
     "tokenizer_revision": ForeignOption(instead=HUB),
-    "tool_parser_plugin": ForeignOption(instead=CODE),
     "tool_server": ForeignOption(instead="tools are the client's"),
     "tool_strict_level": ForeignOption(instead="tools are strict one by one", harmless=("auto",)),
     "trust_request_mm_kwargs": ForeignOption("flag", instead="use --mm-processor-kwargs", harmless=(False,)),
@@ -331,8 +331,8 @@ OPTIONS: dict[str, ForeignOption] = (
     | REFUSED
 )
 SYNONYMS: dict[str, dict[str, str]] = {  # of values; parsers of one format have several names
-    "reasoning_parser": {"deepseek_v3": "qwen3"},
-    "tool_call_parser": {"granite4": "hermes", "qwen3_xml": "qwen3_coder"},
+    "reasoning_parser": REASONING_SYNONYMS,
+    "tool_call_parser": TOOL_SYNONYMS,
     "distributed_executor_backend": {"uni": "mp"},
     "dtype": {"half": "float16", "float": "float32"},
     "generation_config": {"vllm": "none"},

@@ -42,6 +42,7 @@ from tokserve.features.beams.beam_stream import BeamStream, BeamTask
 from tokserve.features.chat import tool_formats
 from tokserve.features.chat.chat import ChatTemplate
 from tokserve.features.chat.output_format import Thinking, ToolFormat
+from tokserve.features.chat.readers import plugins
 from tokserve.features.fairness.client_names import ClientNames
 from tokserve.features.fairness.preparation import Preparation
 from tokserve.features.images.media.cache import NamedImages
@@ -210,9 +211,10 @@ class Serving:
         server = self.config.server
         if server.enable_auto_tool_choice is False:
             return None
+        rows = self._plugin.tools + tool_formats.TOOL_FORMATS
         if server.tool_call_parser != "auto":
-            return tool_formats.named(tool_formats.TOOL_FORMATS, server.tool_call_parser)
-        recognised = tool_formats.recognize(self.template)
+            return tool_formats.named(rows, server.tool_call_parser, "tool_call_parser")
+        recognised = tool_formats.recognize(self.template, rows)
         if recognised is not None:
             logger.info("tool calls: %s, as the chat template writes them", recognised.name)
         elif server.enable_auto_tool_choice:
@@ -223,10 +225,23 @@ class Serving:
         return recognised
 
     @cached_property
+    def _plugin(self) -> plugins.Rows:
+        """The formats of the plugin.  Raises StartError."""
+        return plugins.load(self.config.server.tool_parser_plugin)
+
+    @cached_property
     def thinking(self) -> Thinking | None:
-        """How the model writes reasoning, if that is returned separately."""
+        """How the model writes reasoning, if that is returned separately.  Raises StartError."""
         name = self.config.server.reasoning_parser
-        return None if name is None else tool_formats.named(tool_formats.THINKING, name)
+        if name == "none":
+            return None
+        rows = self._plugin.thinking + tool_formats.THINKING
+        if name != "auto":
+            return tool_formats.named(rows, name, "reasoning_parser")
+        recognised = tool_formats.recognize_thinking(self.template, rows)
+        if recognised is not None:
+            logger.info("reasoning: %s, as the chat template has it", recognised.name)
+        return recognised
 
     @property
     def fingerprint(self) -> str:

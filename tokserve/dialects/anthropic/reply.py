@@ -162,7 +162,10 @@ class OutputBlocks:
             self._close(self._open)
         block: Block
         if kind == "call":
-            block = ToolUseBlock(id=tools.call_id(self._call_key, 0, self._num_calls), name=name)
+            block = ToolUseBlock(
+                id=self._parser.call_ids[self._num_calls] or tools.call_id(self._call_key, 0, self._num_calls),
+                name=name,
+            )
             self._num_calls += 1
         elif kind == "reasoning":
             block = ThinkingBlock()

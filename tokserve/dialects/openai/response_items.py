@@ -169,7 +169,8 @@ class OutputItems:
         opened: _OpenItem
         if kind == "call" or raw is not None:
             called = name if raw is None else raw
-            call_id = tools.call_id(self._call_key, 0, self._num_calls)
+            given = self._parser.call_ids[self._num_calls] if raw is None else ""
+            call_id = given or tools.call_id(self._call_key, 0, self._num_calls)
             self._num_calls += 1
             item_id, tool = f"{self._key}-{index}", self._served.get(called)
             opened = open_call(tool, call_id, item_id, called, index, self._emit, raw=raw is not None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -103,6 +103,15 @@ class ToolPlan:
         form, thinking = self.structured_outputs, self.thinking
         if form is None or thinking is None:
             return form
+        if thinking.channels:
+            assert self.output_format is not None
+            if self.output_format.tools is None or not start.inside:
+                return (
+                    form
+                    if self.output_format.tools
+                    else after_reasoning(form, thinking, tokenizer, inside=start.inside)
+                )
+            return tool_grammars.within_thought(form, tokenizer)
         over = tokenizer.decode(prompt[-TAIL:], False).rstrip().endswith(thinking.closes)
         if not start.inside and (over or not may_think):
             return form
@@ -276,19 +285,12 @@ def make_plan(
     functions = {function["name"]: function.get("parameters") or {} for function in callable_tools}
     strict = {function["name"] for function in callable_tools if function.get("strict") is True}
     try:
-        if name is not None:
-            schema = _schemas(tools, (name,), strict)
-            return ToolPlan(
-                OutputFormat(thinking=thinking, named=name, functions=functions, exact=True),
-                tool_grammars.arguments(schema[name]),
-                "tools",
-            )
-        if mode == "required":
-            calls = tool_grammars.list_of_calls(
-                _schemas(tools, functions, strict), max_calls=max_calls or DEFAULT_CALLS
-            )
-            forced = OutputFormat(FORCED, thinking, functions, max_calls=max_calls, exact=True)
-            return ToolPlan(forced, calls, "tools")
+        if name is not None or mode == "required":
+            forced = {name: functions[name]} if name is not None else functions
+            schemas = _schemas(tools, forced, strict)
+            limit = 1 if name is not None else max_calls or DEFAULT_CALLS
+            output_format = OutputFormat(form, thinking, functions, max_calls=max_calls, exact=True, chosen=name)
+            return _forced(output_format, schemas, tokenizer, limit)
         if form is None:
             field = "tools" if choice is None else "tool_choice"
             raise RequestError(f"{field}: {no_form}", field=field, code="unsupported")
@@ -298,6 +300,27 @@ def make_plan(
         return ToolPlan(output_format, structured, "tools" if response_format is None else response_format.field)
     except RecursionError:
         raise invalid("tools", "are nested too deeply") from None
+
+
+def _forced(output_format: OutputFormat, schemas: Functions, tokenizer: Tokenizer, max_calls: int) -> ToolPlan:
+    """The plan of calls that tool_choice forces: in the model's format, or else in one that is JSON for all models.
+    `output_format`: as it is for the former."""
+    form, thinking, name = output_format.tools, output_format.thinking, output_format.chosen
+    if form is not None and not form.is_json:
+        try:
+            calls = tool_grammars.forced_calls(form, schemas, tokenizer, max_calls=max_calls)
+            return ToolPlan(output_format, calls, "tools")
+        except tool_grammars.NotExpressible as error:
+            if form.body == "channels":
+                words = f"tools cannot be put in a grammar, as {form.name} writes calls: {error}"
+                raise RequestError(words, field="tools", code="unsupported") from None
+    if thinking is not None and thinking.channels:  # whose calls are messages
+        thinking = None
+    if name is not None:
+        arguments = replace(output_format, tools=None, thinking=thinking, named=name, max_calls=None)
+        return ToolPlan(arguments, tool_grammars.arguments(schemas[name]), "tools")
+    listed = replace(output_format, tools=FORCED, thinking=thinking)
+    return ToolPlan(listed, tool_grammars.list_of_calls(schemas, max_calls=max_calls), "tools")
 
 
 def _constraint(
@@ -392,7 +415,7 @@ class OutputParser:
             if kind == "call":
                 call_index += 1
                 name = Function(text)
-                new_id = call_id(self._key, index, call_index)
+                new_id = parser.call_ids[call_index] or call_id(self._key, index, call_index)
                 calls.append((ToolCall(index=call_index, id=new_id, type="function", function=name), []))
             elif kind == "arguments":
                 if not calls:
@@ -421,5 +444,5 @@ class OutputParser:
         """The finish reason: "tool_calls" if the choice stopped by itself, its calls are complete, and tool_choice did
         not name the function."""
         parser = self._parsers[completion.index]
-        calls = completion.finish_reason == "stop" and parser.complete and self._format.named is None
+        calls = completion.finish_reason == "stop" and parser.complete and self._format.chosen is None
         return "tool_calls" if calls else completion.finish_reason

@@ -7,48 +7,19 @@ the call is said to be spoiled.
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
-from typing import Any, Protocol
 
-from tokserve.features.chat import parameters
 from tokserve.features.chat.cursor import Cursor, Markers, ObjectEnd, Steps
 from tokserve.features.chat.json_scanner import object_of
 from tokserve.features.chat.output_format import OutputFormat, ToolFormat
+from tokserve.features.chat.readers.elements import ElementReader
+from tokserve.features.chat.readers.pythonic import PythonicReader
+from tokserve.features.chat.readers.quoted import QuotedReader
+from tokserve.features.chat.readers.sink import CallSink, CallStatus
 
 ARGUMENTS = ("arguments", "parameters")  # their key in a call that is JSON
-SILENT = ("id", "type", "index")  # keys of such a call that are ignored
+SILENT = ("id", "type", "index", "tool_call_id")  # keys of such a call that are ignored
 STRAY = "}],;"  # what a model may write too much of after a call
-FUNCTION, FUNCTION_END = "<function=", "</function>"
-PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-
-
-class CallStatus(Enum):
-    """The result of reading calls."""
-
-    NONE = 0  # no call, and nothing was reported
-    BROKEN = 1  # reported; what follows is not as the format has it
-    WHOLE = 2
-
-
-class CallSink(Protocol):
-    """Takes what is read of calls."""
-
-    num_begun: int  # calls
-
-    def begin_call(self, name: str) -> None:
-        """A call begins."""
-
-    def add_arguments(self, text: str) -> None:
-        """More JSON of its arguments."""
-
-    def spoil_call(self) -> None:
-        """Its arguments are not JSON, or lack their end."""
-
-    def end_call(self) -> None:
-        """Its arguments are complete, unless it is spoiled."""
-
-    def between_calls(self) -> bool:
-        """Another call may begin here.  Returns whether the text up to here became content."""
+FUNCTIONS = "functions."  # before the name in an id that a model gives its call
 
 
 class CallReader:
@@ -61,22 +32,49 @@ class CallReader:
         self._form = form
         self._sink = sink
         self._ends = Markers(*filter(None, (form.closes, *form.opens)))  # of a call that is not JSON
-        closes = form.closes or FUNCTION_END
-        self._value_ends = Markers(
-            "\n" + PARAMETER_END, PARAMETER_END, "\n" + PARAMETER, "\n" + FUNCTION_END, "\n" + closes, closes
-        )
+        parts = cursor, output_format, form, sink
+        self._elements = ElementReader(*parts)
+        self._pythonic = PythonicReader(*parts)
+        self._other = form.reader(*parts) if form.reader else QuotedReader(*parts) if form.quote else None
 
     def calls(self, *, known: bool = False) -> Steps[CallStatus]:
         """What comes after a marker, up to the marker that ends it.  `known`: only calls of known functions are."""
         form = self._form
+        yield from self._before()
         first = yield from self._text.peek()
-        if form.body == "xml":
-            return (yield from self._several(lambda: self._element(known), FUNCTION))
+        if form.body == "elements":
+            return (yield from self._several(lambda: self._elements.element(known), form.tags.function))
+        if self._other is not None:
+            status: CallStatus = yield from self._other.call()
+            return status
+        if form.body == "named" and form.bare:
+            return (yield from self._named_call())
         if first == "[":
             return (yield from self._list())
         if first == "{" or form.body == "json":
             return (yield from self._several(self._json_call, "{"))
+        if form.body == "pythonic":
+            status = yield from self._several(self._pythonic.call, "")
+            yield from self._after()
+            return status
         return (yield from self._named_call())
+
+    def _before(self) -> Steps[None]:
+        """What stands between the marker and the name, if all of it is there."""
+        start = self._text.at
+        for part in self._form.before:
+            yield from self._text.peek()
+            if (yield from self._text.literal(part)) is None:
+                self._text.at = start
+                return
+
+    def _after(self) -> Steps[None]:
+        """What stands after the arguments, if it is there."""
+        after, start = self._form.after, self._text.at
+        if after:
+            yield from self._text.peek()
+            if (yield from self._text.literal(after)) is None and not self._text.is_cut(after):
+                self._text.at = start
 
     def only_arguments(self, name: str) -> Steps[None]:
         """The arguments of a call of `name` that is not written."""
@@ -125,9 +123,14 @@ class CallReader:
     def _list(self) -> Steps[CallStatus]:
         self._text.at += 1
         before = self._sink.num_begun
+        read, begins = self._json_call, "{"
+        if self._form.body == "pythonic" and (yield from self._text.peek()) != "{":
+            read, begins = self._pythonic.call, ""
         while True:
-            status = yield from self._json_call()
+            start = self._text.at
+            status = yield from read()
             if status is not CallStatus.WHOLE:
+                self._text.at = start if status is CallStatus.NONE and self._sink.num_begun > before else self._text.at
                 return self._broken_or_none(before)
             behind = yield from self._text.peek()
             if behind == ",":
@@ -135,7 +138,9 @@ class CallReader:
                 behind = "," if (yield from self._text.peek()) != "]" else "]"
             if behind == "]":
                 self._text.at += 1
-                yield from self._is_next("{")
+                yield from self._after()
+                if begins:
+                    yield from self._is_next(begins)
                 return CallStatus.WHOLE
             if behind != ",":
                 return CallStatus.BROKEN
@@ -153,7 +158,7 @@ class CallReader:
             if key is None or (yield from self._text.peek()) != ":":
                 return self._broken_or_none(before)
             self._text.at += 1
-            if key == "name" and not name:
+            if key == self._form.keys[0] and not name:
                 name = (yield from self._text.string()) or ""
                 if not name or (self._form.bare and name not in self._functions):
                     return self._broken_or_none(before)
@@ -183,7 +188,9 @@ class CallReader:
         """NAME, the id that the model gives the call, the separator, and {...}."""
         form = self._form
         name = yield from self._text.word()
-        if not name:
+        call_id = name if form.has_ids else ""
+        name = _name_in(call_id) if form.has_ids else name
+        if not name or (form.bare and name not in self._functions):
             return CallStatus.NONE
         if form.call_id and (yield from self._text.literal(form.call_id)) is not None:
             yield from self._text.word()
@@ -191,9 +198,10 @@ class CallReader:
             yield from self._text.literal(form.separator)
         if (yield from self._text.peek()) != "{":
             return CallStatus.NONE
-        self._sink.begin_call(name)
+        self._sink.begin_call(name, call_id)
         if (yield from self._streamed()) is ObjectEnd.OPEN:
             return CallStatus.BROKEN
+        yield from self._after()
         yield from self._is_next("{")
         return CallStatus.WHOLE
 
@@ -217,103 +225,8 @@ class CallReader:
             sink.end_call()
         return end
 
-    # elements
 
-    def _element(self, known: bool) -> Steps[CallStatus]:
-        """<function=NAME>, <parameter=KEY> elements, </function>, which may be missing before what ends all calls."""
-        if (yield from self._text.literal(FUNCTION)) is None:
-            return CallStatus.NONE
-        name = yield from self._name()
-        if not name or (known and name not in self._functions):
-            return CallStatus.NONE
-        properties = (self._functions.get(name) or {}).get("properties")
-        properties = properties if isinstance(properties, dict) else {}
-        ends = (FUNCTION_END,) if self._exact else (FUNCTION_END, FUNCTION, *filter(None, [self._form.closes]))
-        keys: set[str] = set()
-        while True:
-            yield from self._text.peek()
-            mark = yield from self._text.literal(PARAMETER, *ends)
-            key = (yield from self._name()) if mark == PARAMETER else ""
-            if mark is None or (mark == PARAMETER and not key):
-                return CallStatus.BROKEN if keys else CallStatus.NONE
-            if not keys:
-                self._sink.begin_call(name)
-            if not key:
-                self._text.at -= 0 if mark == FUNCTION_END else len(mark)
-                self._sink.add_arguments("}" if keys else "{}")
-                self._sink.end_call()
-                return CallStatus.WHOLE
-            self._sink.add_arguments(f"{', ' if keys else '{'}{parameters.encoded(key)}: ")
-            keys.add(key)
-            yield from self._text.literal("\n")
-            if not (yield from self._value(key, properties, keys)):
-                return CallStatus.BROKEN
-
-    def _name(self) -> Steps[str]:
-        """A name and the ">" after it; "" if there is none."""
-        yield from self._text.peek()
-        quote = yield from self._text.literal('"', "'")
-        name = yield from self._text.word()
-        if quote is not None and (yield from self._text.literal(quote)) is None:
-            return ""
-        yield from self._text.peek()
-        return name if (yield from self._text.literal(">")) is not None else ""
-
-    def _value(self, key: str, properties: dict[str, Any], keys: set[str]) -> Steps[bool]:
-        """Report a parameter's text as JSON.  `keys`: of the parameters so far.  False: it does not end."""
-        schema = properties.get(key)
-        schema = schema if isinstance(schema, dict) else {}
-        parts: list[str] = []
-        report = parts.append
-        if is_text := parameters.is_text(schema):
-            self._sink.add_arguments('"')
-            report = lambda text: self._sink.add_arguments(parameters.encoded(text)[1:-1])  # noqa: E731
-        has_end_tag = False
-        while True:
-            mark = yield from self._text.until(self._value_ends, report, exact=True)
-            if mark is None:
-                return False
-            if (yield from self._ends_value(mark, properties, keys)):
-                break
-            if has_end_tag and self._form.closes and mark.endswith(self._form.closes):
-                self._text.at -= len(self._form.closes)
-                report(mark.removesuffix(self._form.closes))
-                return False
-            has_end_tag |= mark.endswith(PARAMETER_END)
-            report(mark)
-        self._sink.add_arguments('"' if is_text else parameters.json_of("".join(parts), schema))
-        return True
-
-    def _ends_value(self, mark: str, properties: dict[str, Any], keys: set[str]) -> Steps[bool]:
-        """Whether a tag ends the value: the end tag does before what may follow it; where that was forgotten, so does
-        the tag of another parameter of the function, the end of the function before that of all calls, or the end of
-        all calls before another function's."""
-        start = self._text.at
-        if self._exact:
-            return mark.endswith(PARAMETER_END)
-        if mark.endswith(PARAMETER):
-            key = yield from self._name()
-            ends = bool(key) and key not in keys and (key in properties or not properties)
-            self._text.at = start - (len(PARAMETER) if ends else 0)
-            return ends
-        first = yield from self._text.peek()
-        closes = tuple(filter(None, [self._form.closes]))
-        if mark.endswith(PARAMETER_END):
-            tags = (PARAMETER, FUNCTION_END, FUNCTION, *closes)
-            ends = not first or (yield from self._text.literal(*tags)) is not None or self._text.is_cut(*tags)
-            self._text.at = start
-            return ends
-        if closes and mark.endswith(closes):
-            ends = yield from self._another_opens()
-            self._text.at = start - (len(closes[0]) if ends else 0)
-            return ends
-        ends = mark.endswith(FUNCTION_END) and bool(closes) and (yield from self._text.literal(*closes)) is not None
-        self._text.at = start - (len(FUNCTION_END) if ends else 0)
-        return ends
-
-    def _another_opens(self) -> Steps[bool]:
-        """Whether the marker of calls comes next, and then a function."""
-        if not self._form.opens or (yield from self._text.literal(*self._form.opens)) is None:
-            return False
-        yield from self._text.peek()
-        return (yield from self._text.literal(FUNCTION)) is not None
+def _name_in(call_id: str) -> str:
+    """The function's name in an id `functions.NAME:NUMBER`."""
+    name, colon, number = call_id.removeprefix(FUNCTIONS).rpartition(":")
+    return name if colon and number.isdecimal() else call_id.removeprefix(FUNCTIONS)

@@ -24,6 +24,8 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _IN_STRING = re.compile(r'["\\]')
 _CONTROLS = re.compile(r"[\x00-\x1f]")
 _ATOM = re.compile(r"[-+.\w]*")
+_NOT_PLAIN = re.compile(r"""["'()\[\]{},]""")  # what ends an expression, or may hide its end
+_QUOTE_OR_ESCAPE = re.compile(r"""["'\\]""")
 
 
 class ObjectEnd(Enum):
@@ -245,6 +247,20 @@ class Cursor:
                 self.at = len(self._text)
                 return None
 
+    def expression(self) -> Steps[str | None]:
+        """Read the expression of Python that comes next, up to a comma or a closing bracket that is not in it; None:
+        the text ends before."""
+        scanner, at = _Expression(), self.at
+        while True:
+            at = scanner.read(self._text, at)
+            if scanner.is_whole:
+                text = self._text[self.at : at].rstrip()
+                self.at = at
+                return text
+            if not (yield from self._more()):
+                self.at = len(self._text)
+                return None
+
     def scalar(self) -> Steps[bool]:
         """Read the JSON string, number or word that comes next; returns whether there is one."""
         if (yield from self.peek()) == '"':
@@ -256,6 +272,60 @@ class Cursor:
             self.at = at = atom.end()
             if at < len(self._text) or not (yield from self._more()):
                 return at > start
+
+
+class _Expression:
+    """Finds the end of an expression of Python.  `is_whole`: it has been found."""
+
+    def __init__(self) -> None:
+        self.is_whole = False
+        self._depth = 0
+        self._quote = ""  # of the string at the position
+
+    def read(self, text: str, at: int) -> int:
+        """Read on at `at`; returns where it stopped: at the end, or before quotes or an escape that may go on."""
+        while at < len(text):
+            if self._quote:
+                end = self._string(text, at)
+                if end == at:
+                    return at
+                at = end
+                continue
+            match = _NOT_PLAIN.search(text, at)
+            if match is None:
+                return len(text)
+            at, char = match.start(), match.group()
+            if char in "\"'":
+                if len(text) - at < 3 and text[at:] in (char, 2 * char):
+                    return at
+                self._quote = 3 * char if text.startswith(3 * char, at) else char
+                at += len(self._quote)
+            elif char in "([{":
+                self._depth += 1
+                at += 1
+            elif self._depth:
+                self._depth -= char != ","
+                at += 1
+            else:
+                self.is_whole = True
+                return at
+        return at
+
+    def _string(self, text: str, at: int) -> int:
+        """The end of what is in the string, or of the string."""
+        for match in _QUOTE_OR_ESCAPE.finditer(text, at):
+            begin = match.start()
+            if match.group() == "\\":
+                if begin + 1 == len(text):
+                    return begin
+                return begin + 2
+            if text.startswith(self._quote, begin):
+                end = begin + len(self._quote)
+                self._quote = ""
+                return end
+            if self._quote.startswith(text[begin:]):
+                return begin
+        return len(text)
 
 
 class _Brackets:

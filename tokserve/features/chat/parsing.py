@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokserve.features.chat.calls import CallReader, CallStatus
+from tokserve.features.chat.calls import CallReader
 from tokserve.features.chat.cursor import Cursor, Markers, Steps
 from tokserve.features.chat.output_format import (
     AT_CONTENT,
@@ -22,6 +22,8 @@ from tokserve.features.chat.output_format import (
     Thinking,
     ToolFormat,
 )
+from tokserve.features.chat.readers.channels import ChannelReader
+from tokserve.features.chat.readers.sink import CallStatus
 
 ONLY_ARGUMENTS = ToolFormat("arguments")  # an answer that is the arguments of one function
 
@@ -30,7 +32,8 @@ class Parser:
     """Parses one answer.
 
     `start`: where it begins.  `whole_calls`: a call is reported when it is complete, and its text is content if it
-    never is; else it is reported while it arrives, and `is_whole` says of each whether it is complete.
+    never is; else it is reported while it arrives, and `is_whole` says of each whether it is complete.  `call_ids`: the
+    ids that the model gives its calls, "" if it gives none.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class Parser:
         self.num_begun = 0  # calls
         self.num_calls = 0  # without those that became content
         self.is_whole: list[bool] = []  # of each of them: all of its arguments have been reported, and they are JSON
+        self.call_ids: list[str] = []  # of the same calls
         self.num_thoughts = 0  # that have ended
         self._format = output_format
         self._inside, self._continued = start
@@ -95,11 +99,12 @@ class Parser:
     def _reasoning(self, text: str) -> None:
         self._emit_text("reasoning", text)
 
-    def begin_call(self, name: str) -> None:
+    def begin_call(self, name: str, call_id: str = "") -> None:
         """A call begins."""
         self.num_begun += 1
         self.num_calls += 1
         self.is_whole.append(False)
+        self.call_ids.append(call_id)
         self._spoiled = False
         self._emit_of_call("call", name)
 
@@ -139,6 +144,7 @@ class Parser:
         self._held = []
         self.num_calls -= 1
         self.is_whole.pop()
+        self.call_ids.pop()
         self._content(gap + self._text.kept())
         return True
 
@@ -146,22 +152,52 @@ class Parser:
 
     def _answer(self) -> Steps[None]:
         output_format, form = self._format, self._format.tools
+        if output_format.channels:
+            yield from ChannelReader(self._text, output_format, self).messages(inside=self._inside)
+            return
         yield from self._thoughts()
         if output_format.named is not None:
             yield from self._only_arguments(output_format.named)
         elif form is not None and form.bare:
             yield from self._bare_calls(form)
-        if form is None:
-            yield from self._text.until(Markers(), self._content)
-            return
-        markers = Markers(*output_format.openers(), *form.frames)
+        end = yield from self._answer_begin()
+        frames = () if form is None else form.frames
+        markers = Markers(*output_format.openers(), *frames, *filter(None, [end]))
         while (marker := (yield from self._text.until(markers, self._content))) is not None:
-            if marker in form.frames:
+            if marker == end:
+                yield from self._answer_end(end)
+            elif form is None or marker in frames:
                 yield from self._after_marker()
+                if form is not None and form.bare:
+                    yield from self._bare_calls(form)
             elif not (yield from self._marked_calls(form, marker)):
                 continue
             if self.num_calls:
                 yield from self._thoughts()
+
+    def _answer_begin(self) -> Steps[str]:
+        """What begins the answer after the reasoning, if it is there; returns what then ends it."""
+        begin, end = self._format.thinking.answer if self._format.thinking else ("", "")
+        start = self._text.at
+        if not begin:
+            return ""
+        yield from self._text.peek()
+        if (yield from self._text.literal(begin)) is None:
+            self._text.at = start
+            return ""
+        self._trim = True
+        return end
+
+    def _answer_end(self, end: str) -> Steps[None]:
+        """What ends the answer: content unless the text ends there, or calls follow."""
+        gap, behind = self._text.gap, self._text.at
+        openers = self._format.openers()
+        ends = not (yield from self._text.peek())
+        ends = ends or (bool(openers) and (yield from self._text.literal(*openers)) is not None)
+        self._text.at = behind
+        self._trim = ends
+        if not ends:
+            self._content(gap + end)
 
     def _thoughts(self) -> Steps[None]:
         """The reasoning that comes next, if any does."""
@@ -210,6 +246,32 @@ class Parser:
                 self.is_whole[-1] = True
         self._report_held()
 
+    # messages
+
+    def add_content(self, text: str) -> None:
+        """More content."""
+        self._content(text)
+
+    def add_reasoning(self, text: str) -> None:
+        """More of a thought."""
+        self._reasoning(text)
+
+    def end_thought(self) -> None:
+        """A thought is complete."""
+        self.num_thoughts += 1
+
+    def keep(self, start: int) -> None:
+        """A message begins here, which may turn out to be a call that cannot be read."""
+        self._keep(start)
+
+    def message_call(self, name: str) -> Steps[bool]:
+        """The arguments of a call of this function, which come next; returns whether there are any."""
+        if (yield from self._text.peek()) != "{":
+            return False
+        yield from self._calls.only_arguments(name)
+        self._end_of_calls()
+        return True
+
     def _only_arguments(self, name: str) -> Steps[None]:
         start = self._text.at
         if (yield from self._text.peek()) != "{":
@@ -221,12 +283,16 @@ class Parser:
         yield from self._after_marker()
 
     def _bare_calls(self, form: ToolFormat) -> Steps[None]:
+        """The calls that come next without a marker, or between the markers around all calls, if any do."""
         while True:
             start = self._text.at
             first = yield from self._text.peek()
+            while form.frames and (yield from self._text.literal(*form.frames)) is not None:
+                start = self._text.at
+                first = yield from self._text.peek()
             if not first and self.num_calls:
                 return
-            if first not in ("{", "["):
+            if first not in ("{", "[") and not (form.body == "named" and first):
                 self._text.at = start
                 return
             self._keep(start)

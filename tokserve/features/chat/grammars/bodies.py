@@ -1,0 +1,333 @@
+"""Grammar rules of the part of a call between the markers, in the notation of each format.
+
+Arguments that are JSON follow their schema.  In the other notations a function's arguments are its properties, in
+their order; a schema that does not name them cannot be expressed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from tokserve.features.chat.grammars.lark import embedded, literal, spelled, up_to
+from tokserve.features.chat.grammars.schemas import (
+    DEFINITIONS,
+    Functions,
+    NotExpressible,
+    any_of,
+    closed,
+    list_of,
+    named_properties,
+    parse_schema,
+    resolve_ref,
+)
+from tokserve.features.chat.output_format import ToolFormat
+from tokserve.text.tokenizer import Tokenizer
+
+_NAME = re.compile(r"[\w.:-]+")
+ANY_NAME = r"/[\w.-]+/"  # of a parameter that no schema names
+NO_TEXT = ["number", "boolean", "null", "array", "object"]
+NUMBER = "/[0-9]{1,3}/"  # of a call, in an id
+PYTHON = {True: "True", False: "False", None: "None"}
+Alternatives = list[tuple[bool, str]]  # the ways to write a value: whether each is a string, and its rule
+
+
+class CallBodies:
+    """Rules of calls in one format, for one tokenizer.  `white`: white space between the parts of JSON.
+
+    `extra`: rules that the others need.
+    """
+
+    def __init__(self, form: ToolFormat, tokenizer: Tokenizer, white: dict[str, Any]) -> None:
+        self.extra: dict[str, str] = {}
+        self._form = form
+        self._tokenizer = tokenizer
+        self._white = white
+        self._definitions: dict[tuple[str, str], Alternatives | None] = {}  # by function and reference
+        self._value = ""  # what matches an element's value that is any text, and its end
+
+    def body(self, functions: Functions, max_calls: int | None) -> str:
+        """The right side of the rule for what stands between two markers: one call, or several where a format groups
+        them.  Raises NotExpressible."""
+        form = self._form
+        if form.body == "json":
+            schema = list_of(functions, form.keys, max_calls) if form.listed else any_of(functions, form.keys)
+            return self._around(self._json(schema))
+        write: dict[str, Callable[[str, dict[str, Any]], str]] = {
+            "named": self._named,
+            "elements": self._element,
+            "pythonic": self._pythonic,
+            "quoted": self._quoted,
+            "channels": self._message,
+        }
+        calls = [write[form.body](name, schema) for name, schema in functions.items()]
+        if form.body == "named" and not form.closes and not form.bare:  # the format of Mistral's first models
+            calls.append(self._json(list_of(functions, form.keys, max_calls)))
+        if not form.grouped:
+            return self._around(" | ".join(calls))
+        self.extra["item"] = " | ".join(calls)
+        often = "*" if max_calls is None else f"{{0,{max_calls - 1}}}"
+        separator = '", "' if form.listed else r'"\n"'
+        several = "item" if max_calls == 1 else f"item ({separator} item){often}"
+        return self._around(f'"[" {several} "]"' if form.listed else several)
+
+    def _around(self, body: str) -> str:
+        """The body with what a format writes before the name and after the arguments."""
+        form = self._form
+        if not form.before and not form.after:
+            return body
+        before = " ".join(self._spelled(part) for part in form.before)
+        if form.before and form.body in ("pythonic", "json"):
+            before += r' "\n"'
+        after = literal("\n" + form.after) if form.after else ""
+        return f"{before} ({body}) {after}"
+
+    def _spelled(self, text: str) -> str:
+        return spelled(text, self._tokenizer)
+
+    def _json(self, schema: dict[str, Any]) -> str:
+        return embedded(schema, self._white)
+
+    def _named(self, name: str, schema: dict[str, Any]) -> str:
+        """NAME, or an id with a number, a separator, and the arguments as JSON."""
+        form = self._form
+        separator = self._spelled(form.separator) if form.separator else ""
+        if separator and not form.before and not form.after and not form.has_ids and not form.bare:
+            separator += "?"
+        first = f"{literal(f'functions.{_plain(name)}:')} {NUMBER}" if form.has_ids else literal(_plain(name))
+        return f"{first} {separator} {self._json(closed(schema))}"
+
+    def _message(self, name: str, schema: dict[str, Any]) -> str:
+        """A message of gpt-oss to a function."""
+        header = f"<|channel|>commentary to=functions.{_plain(name)} <|constrain|>json<|message|>"
+        return f"{self._spelled(header)} {self._json(closed(schema))}"
+
+    # elements
+
+    def _element(self, name: str, schema: dict[str, Any]) -> str:
+        """The name, an element for each property in their order, and the end."""
+        tags, parsed = self._form.tags, named_properties(schema, name)
+        end_tag = self._spelled(tags.parameter_end)
+        self._value, rules = up_to(tags.parameter_end, self._tokenizer, "value")
+        self.extra |= rules
+        begin = f"{tags.function}{_quoted_name(name, tags.function)}>\n" if tags.function else _plain(name)
+        parts = [self._spelled(begin), *([] if tags.function else ['"\\n"?'])]
+        padding = r'"\n"' if tags.padded else ""
+        after = r'"\n"' if tags.function else r'"\n"?'
+        for key, inner in parsed.properties.items():
+            alternatives = self._alternatives(inner, schema, name)
+            if alternatives == []:
+                raise NotExpressible(f"the parameter {key!r} of {name!r} has no possible value")
+            begin = f"{tags.parameter}{_quoted_name(key, tags.parameter)}"
+            ways = self._value_ways(alternatives, f"{padding} {end_tag}")
+            part = f"{self._spelled(begin)} {ways} {after}"
+            parts.append(part if key in parsed.required else f"({part})?")
+        if parsed.additional:
+            mark = '"' if tags.parameter.endswith("name=") else ""
+            others = [(False, self._json({"type": NO_TEXT}))] if tags.typed else None
+            ways = self._value_ways(None, "") if others is None else self._any_typed(others, end_tag)
+            parts.append(
+                rf"({self._spelled(tags.parameter + mark)} {ANY_NAME} {literal(mark) if mark else ''} {ways} {after})*"
+            )
+        return " ".join([*parts, self._spelled(tags.function_end) if tags.function_end else ""])
+
+    def _value_ways(self, alternatives: Alternatives | None, end: str) -> str:
+        """What comes after a parameter's name: the rest of its tag, one of the values, and the end tag."""
+        tags = self._form.tags
+        padding = r'"\n"' if tags.padded else ""
+        if tags.value:
+            head = f'{self._spelled(tags.key_end)} "\\n"? {self._spelled(tags.value)}'
+        else:
+            head = f"{literal(tags.key_end)} {padding}"
+        if not tags.typed:
+            rules = None if alternatives is None else " | ".join(rule for _, rule in alternatives)
+            return f"{head} {self._value}" if rules is None else f"{head} ({rules}) {end}"
+        if alternatives is None:
+            return f'" string=\\"true\\"" {head} {self._value}'
+        ways = []
+        for is_string in (True, False):
+            rules = " | ".join(rule for kind, rule in alternatives if kind is is_string)
+            attribute = literal(f' string="{"true" if is_string else "false"}"')
+            ways += [f"{attribute} {head} ({rules}) {end}"] if rules else []
+        return f"({' | '.join(ways)})"
+
+    def _any_typed(self, others: Alternatives, end: str) -> str:
+        """What comes after the name of a parameter of any type, where the tag says whether it is a string."""
+        return f"({self._value_ways(None, end)} | {self._value_ways(others, end)})"
+
+    def _alternatives(self, schema: Any, root: dict[str, Any], name: str) -> Alternatives | None:
+        """The alternatives for the value of a parameter; None: any text, because it may be a string."""
+        if schema is True:
+            return None
+        parsed = parse_schema(schema, name)
+        if parsed.ref is not None:
+            return self._definition(parsed.ref, root, name)
+        values = parsed.values()
+        if values is not None:
+            return [(isinstance(one, str), literal(one if isinstance(one, str) else json.dumps(one))) for one in values]
+        if parsed.any_of or parsed.one_of:
+            inner = [self._alternatives(value, root, name) for value in parsed.any_of or parsed.one_of]
+            return None if None in inner else [way for alternatives in inner for way in alternatives or ()]
+        if "string" in parsed.type:
+            return None
+        return [(False, self._json(_with_definitions(schema, root)))]
+
+    def _definition(self, ref: str, root: dict[str, Any], name: str) -> Alternatives | None:
+        """The alternatives of a definition, as separate rules: a large definition is in the grammar only once."""
+        if (name, ref) not in self._definitions:
+            self._definitions[name, ref] = []  # a reference back to this definition adds nothing
+            alternatives = self._alternatives(resolve_ref(ref, root, name), root, name)
+            ways: Alternatives = []
+            for is_string in (True, False) if alternatives else ():
+                if rules := " | ".join(rule for kind, rule in alternatives or () if kind is is_string):
+                    rule = f"definition{len(self.extra)}"
+                    self.extra[rule] = rules
+                    ways.append((is_string, rule))
+            self._definitions[name, ref] = ways if alternatives else alternatives
+        return self._definitions[name, ref]
+
+    # keywords
+
+    def _pythonic(self, name: str, schema: dict[str, Any]) -> str:
+        """NAME(KEY=VALUE, ...)."""
+        any_other = f'{ANY_NAME} "=" {self._json({})}'
+        keywords = self._properties(schema, schema, name, "=", '", "', self._python_value, any_other)
+        return f"{literal(_plain(name) + '(')} {keywords} {literal(')')}"
+
+    def _quoted(self, name: str, schema: dict[str, Any]) -> str:
+        """NAME{KEY:VALUE,...}, with strings between two markers."""
+        members = self._members(schema, schema, name, 0)
+        return f"{literal(_plain(name) + '{')} {members} {literal('}')}"
+
+    def _properties(
+        self,
+        schema: dict[str, Any],
+        root: dict[str, Any],
+        name: str,
+        between: str,
+        comma: str,
+        write: Callable[[Any, dict[str, Any], str, int], str],
+        any_other: str,
+        depth: int = 0,
+    ) -> str:
+        """The properties of an object in their order, with commas between those that are there.  `any_other`: one that
+        the schema does not name, which come last."""
+        parsed = named_properties(schema, name)
+        pairs = [
+            (key in parsed.required, f"{literal(_plain(key) + between)} ({write(inner, root, name, depth)})")
+            for key, inner in parsed.properties.items()
+        ]
+        more = f"({comma} {any_other})*" if parsed.additional else ""
+        behind = more  # what may follow the property before
+        first, is_empty = (
+            f"{any_other} {more}" if more else "",
+            True,
+        )  # the list from this property on, and whether it may be empty
+        for required, pair in reversed(pairs):
+            if behind:
+                rule = f"more{len(self.extra)}"
+                self.extra[rule] = behind
+            else:
+                rule = ""
+            alone = f"{pair} {rule}".strip()
+            if required:
+                first, is_empty = alone, False
+            else:
+                first = f"({alone} | {first})" if first else alone
+            following = f"{comma} {pair} {rule}".strip()
+            behind = following if required else (f"({comma} {pair})? {rule}".strip())
+        return f"({first})?" if first and is_empty else first
+
+    def _python_value(self, schema: Any, root: dict[str, Any], name: str, depth: int) -> str:
+        """A value as a literal of Python; lists and objects are written as JSON, which the parser reads as well."""
+        if schema is True:
+            return self._json({})
+        parsed = parse_schema(schema, name)
+        values = parsed.values()
+        if values is not None:
+            return " | ".join(literal(_as_python(value)) for value in values)
+        kinds = parsed.type if isinstance(parsed.type, list) else [parsed.type]
+        if "type" in schema and set(kinds) <= {"boolean", "null"}:
+            words = (["True", "False"] if "boolean" in kinds else []) + (["None"] if "null" in kinds else [])
+            return " | ".join(map(literal, words))
+        return self._json(_with_definitions(schema, root))
+
+    def _members(self, schema: dict[str, Any], root: dict[str, Any], name: str, depth: int) -> str:
+        """The members of an object in the notation of Gemma's models."""
+        parsed = parse_schema(schema, name)
+        any_other = f'{ANY_NAME} ":" {self._any_quoted()}' if parsed.additional else ""
+        return self._properties(schema, root, name, ":", literal(","), self._quoted_value, any_other, depth)
+
+    def _any_quoted(self) -> str:
+        """The rule of any value in this notation."""
+        if "anything" not in self.extra:
+            self.extra["anything"] = ""  # while it is written
+            pair = f'{ANY_NAME} ":" anything'
+            ways = [self._quoted_kind("string", {}, {}, "", 0), self._json({"type": ["number", "boolean", "null"]})]
+            ways += ['"[" (anything ("," anything)*)? "]"', f'"{{" ({pair} ("," {pair})*)? "}}"']
+            self.extra["anything"] = " | ".join(ways)
+        return "anything"
+
+    def _quoted_value(self, schema: Any, root: dict[str, Any], name: str, depth: int) -> str:
+        """A value in the notation of Gemma's models."""
+        if schema is True or schema == {}:
+            return self._any_quoted()
+        if depth > 8 or not isinstance(schema, dict):
+            raise NotExpressible(f"the parameters of {name!r} are not defined by their types")
+        parsed, quote = parse_schema(schema, name), self._spelled(self._form.quote)
+        if parsed.ref is not None or "allOf" in schema:
+            raise NotExpressible(f"the parameters of {name!r} have a $ref or an allOf")
+        values = parsed.values()
+        if values is not None:
+            ways = [
+                f"{quote} {literal(one)} {quote}" if isinstance(one, str) else literal(json.dumps(one))
+                for one in values
+            ]
+            return " | ".join(ways)
+        if parsed.any_of or parsed.one_of:
+            inner = parsed.any_of or parsed.one_of
+            return " | ".join(f"({self._quoted_value(value, root, name, depth + 1)})" for value in inner)
+        if "type" not in schema:
+            raise NotExpressible(f"the parameters of {name!r} are not defined by their types")
+        kinds = parsed.type if isinstance(parsed.type, list) else [parsed.type]
+        return " | ".join(self._quoted_kind(kind, schema, root, name, depth) for kind in kinds)
+
+    def _quoted_kind(self, kind: str, schema: dict[str, Any], root: dict[str, Any], name: str, depth: int) -> str:
+        quote = self._spelled(self._form.quote)
+        if kind == "string":
+            text, rules = up_to(self._form.quote, self._tokenizer, "quoted")
+            self.extra |= rules
+            return f"{quote} {text}"
+        if kind == "array":
+            item = self._quoted_value(parse_schema(schema, name).items, root, name, depth + 1)
+            self.extra[rule := f"item{len(self.extra)}"] = item
+            return f'"[" ({rule} ("," {rule})*)? "]"'
+        if kind == "object":
+            return f"{literal('{')} {self._members(schema, root, name, depth + 1)} {literal('}')}"
+        return self._json(schema | {"type": kind})
+
+
+def _with_definitions(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
+    """The schema with the definitions of the root that it may refer to."""
+    needed = DEFINITIONS if '"$ref"' in json.dumps(schema) else ()
+    return schema | {key: root[key] for key in needed if key in root}
+
+
+def _as_python(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return PYTHON[value]
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _plain(name: str) -> str:
+    """A name that `parsing` can parse without quotes."""
+    if not _NAME.fullmatch(name):
+        raise NotExpressible(f"{name!r} is not a name that the format can have")
+    return name
+
+
+def _quoted_name(name: str, tag: str) -> str:
+    """A name as it stands in a tag: in quotes where the tag is an attribute."""
+    return f'"{_plain(name)}"' if tag.endswith("name=") else _plain(name)
