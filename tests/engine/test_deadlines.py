@@ -10,7 +10,8 @@ from tests.engine.harness import Engine
 from tests.engine.solo import engine_request
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.request import Request
-from tokserve.features.fairness.deadlines import DeadlineFeature, Deadlines
+from tokserve.features.fairness.deadlines import Deadlines
+from tokserve.features.fairness.engine import Fairness
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 
@@ -63,7 +64,7 @@ def test_deadlines_of_ended_requests_are_forgotten() -> None:
     for number in range(200):
         engine.add(f"r{number}", [3], max_tokens=1, deadline_ms=10**9)
         engine.run()
-    assert len(engine.feature(DeadlineFeature).deadlines) < 100
+    assert len(engine.feature(Fairness).deadlines) < 100
 
 
 def test_forgetting_keeps_what_still_counts_in_order() -> None:

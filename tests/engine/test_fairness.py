@@ -12,7 +12,8 @@ from tests.engine.solo import engine_request
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.queue import POLICIES
 from tokserve.engine.request import Request
-from tokserve.features.fairness.fairness import FairQueue, Shares
+from tokserve.features.fairness.engine import Fairness
+from tokserve.features.fairness.sharing import FairQueue, Shares
 from tokserve.protocol.messages import SubmitReply
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
@@ -37,7 +38,9 @@ def fill(engine: Engine, client: str, count: int, tokens: int = 30) -> list[str]
 
 
 def slots(engine: Engine, client: str) -> int:
-    return engine.core.scheduler.shares.running[client]
+    sharing = engine.feature(Fairness).sharing
+    assert sharing is not None
+    return sharing.shares.running[client]
 
 
 # --- the queue ---
@@ -369,4 +372,6 @@ def test_results_do_not_depend_on_clients_and_stalls(seed: int) -> None:
     for rid in rids:
         engine.check_complete(rid)
     engine.check_empty()
-    assert not engine.core.scheduler.shares.live and not engine.core.scheduler.shares.running
+    fairness = engine.feature(Fairness)
+    assert fairness.sharing is not None and not fairness.sharing.shares.running
+    assert not fairness.live and not fairness._accepted

@@ -10,9 +10,9 @@ import pytest
 
 from tests.engine.harness import Engine
 from tests.engine.test_drafter import Fixed
+from tokserve.engine.pace import MAX_SLOWDOWN, SMALL, StepPace
 from tokserve.engine.request import Request
-from tokserve.engine.scheduler import LINGER
-from tokserve.features.fairness.pace import MAX_SLOWDOWN, SMALL, StepPace
+from tokserve.features.fairness.sharing import LINGER
 from tokserve.protocol.plan import StepPlan
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 ROOMS: dict[str, str] = {  # module of the room, by its name; routes of a later one replace those of an earlier one
     "observe": "tokserve.features.observe.room",
+    "images": "tokserve.features.images.room",
     "kv": "tokserve.features.kv.room",
     "fairness": "tokserve.features.fairness.room",
     "grammar": "tokserve.features.grammar.room",

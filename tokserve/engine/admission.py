@@ -22,8 +22,6 @@ from tokserve.engine.pending import PendingReplies
 from tokserve.engine.registry import Registry
 from tokserve.engine.request import Request
 from tokserve.engine.scheduler import Scheduler
-from tokserve.features.images.vision import check_image
-from tokserve.protocol.images import KIND, ImageFormat
 from tokserve.protocol.messages import EngineRequest, Status, Submit, SubmitReply
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.prompt import Feature, TokenPrompt
@@ -44,20 +42,15 @@ class PendingSubmission:
         self.refusal: SubmitReply | None = None
         self.ended: str | None = None  # why it was aborted before it was accepted
 
-    def with_features(self, spec: EngineRequest, images: ImageFormat | None) -> EngineRequest:
-        """The request with the data of its features, which the first that has them brings and which is checked there.
-        Raises RequestError."""
+    def with_features(self, spec: EngineRequest) -> EngineRequest:
+        """The request with the data of its features, which the first that has them brings."""
         features = spec.prompt.features
         if not features:
             return spec
         whole = []
         for feature in features:
             key = feature.hash, feature.length
-            known = self.features.get(key)
-            if known is None:
-                if feature.kind == KIND and images is not None:
-                    check_image(feature, images)
-                known = self.features[key] = feature
+            known = self.features.setdefault(key, feature)
             whole.append(msgspec.structs.replace(feature, data=known.data))
         return msgspec.structs.replace(spec, prompt=TokenPrompt(spec.prompt.ids, tuple(whole)))
 
@@ -87,8 +80,6 @@ class Admission:
         self.num_received = 0  # requests that were numbered, and the number of the next
         self.closed = False  # for good: the engine is about to end
         self.pending = PendingReplies(emit, self._drop_refused, fail)
-        self._fair = config.scheduler.fair_clients
-        self._max_of_client = config.scheduler.max_requests_per_client
         self._reject_while_paused = config.server.reject_while_paused
         self._limits = limits
         self._registry = registry
@@ -217,20 +208,13 @@ class Admission:
             return SubmitReply(submit.call_id, "quarantined", status.quarantine)
         if self._reject_while_paused and (status.paused or status.sleeping or status.state == "pausing"):
             return SubmitReply(submit.call_id, "paused", f"the engine is {status.state} (--reject-while-paused)")
+        duplicate = self._duplicate(submit)
+        if duplicate is not None:
+            return duplicate
         for refuse in self._hooks.refuse:
             refusal = refuse(submit)
             if refusal is not None:
                 return refusal
-        duplicate = self._duplicate(submit)
-        if duplicate is not None:
-            return duplicate
-        live, new = self._scheduler.num_live(submit.client), len(submit.requests)
-        if self._max_of_client is not None and submit.client and live + new > self._max_of_client:
-            message = (
-                f"this client has {live} requests in flight, and {new} more would exceed its share of "
-                f"{self._max_of_client} (--max-requests-per-client)"
-            )
-            return SubmitReply(submit.call_id, "client_limit", message)
         excess = self._scheduler.excess([len(spec.prompt.ids) // 4 for spec in submit.requests], now)
         return None if excess is None else SubmitReply(submit.call_id, "queue_full", *excess)
 
@@ -246,7 +230,7 @@ class Admission:
         """Make one of each `EngineRequest` of the next slice.  Raises RequestError."""
         start = len(large.requests)
         sent = large.submit.requests[start : start + SLICE]
-        specs = [large.with_features(spec, self._limits.images) for spec in sent]
+        specs = [large.with_features(spec) for spec in sent]
         requests = [
             Request(
                 spec,
@@ -255,7 +239,6 @@ class Admission:
                 received=large.received,
                 limits=self._limits,
                 client=large.submit.client,
-                share=None if self._fair else "",
             )
             for number, spec in enumerate(specs, large.first + start)
         ]

@@ -27,6 +27,7 @@ from tokserve.engine.admin.aborts import Aborts
 from tokserve.engine.admin.command import Command, Commands, command
 from tokserve.engine.admin.control import Control
 from tokserve.engine.admission import SLICE, Admission
+from tokserve.engine.announcements import Announcements
 from tokserve.engine.features import EngineContext, Outbox, make_features
 from tokserve.engine.hooks import Hooks
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
@@ -37,7 +38,6 @@ from tokserve.engine.registry import Registry
 from tokserve.engine.request import Request
 from tokserve.engine.scheduler import Scheduler
 from tokserve.executor.base import Executor
-from tokserve.features.fairness.announcements import Announcements
 from tokserve.protocol.kv_spec import KVLayout
 from tokserve.protocol.messages import (
     Abort,
@@ -76,8 +76,7 @@ class EngineCore:
         self.cache = _make_cache(config, facts.layout)
         self.scheduler = Scheduler(
             config.scheduler, self.cache, facts.weight_version,
-            image_tokens=0 if facts.images is None else facts.images.step_tokens,
-            prompt_tokens=self.limits.context if facts.whole_prompts else 0,
+            joint_tokens=self.limits.joint_tokens,
         )  # fmt: skip
         self.control = Control(
             self, self.scheduler, self.cache, executor, facts.weight_version,

@@ -88,7 +88,7 @@ class PlanBuilder:
 
     def allowed(self, request: Request) -> int:
         """Tokens that a request may have of its client's share."""
-        return min(self.budget, self.shares.get(request.share, self.budget))
+        return min(self.budget, self.shares.get(request.client, self.budget))
 
     def add(self, request: Request, num_tokens: int) -> None:
         is_last = request.num_computed + num_tokens == request.num_tokens
@@ -100,7 +100,7 @@ class PlanBuilder:
         self.rows.append(ScheduledRow(request, 1, 1))
         self.budget -= 1
         if self.shares:
-            self.shares[request.share] = max(0, self.shares[request.share] - 1)
+            self.shares[request.client] = max(0, self.shares[request.client] - 1)
 
     def extend(self, row: ScheduledRow, num_tokens: int) -> None:
         """More positions in a row."""
@@ -113,7 +113,7 @@ class PlanBuilder:
     def _spend(self, request: Request, num_tokens: int) -> None:
         self.budget -= num_tokens
         if self.shares:
-            self.shares[request.share] = max(0, self.shares[request.share] - num_tokens)
+            self.shares[request.client] = max(0, self.shares[request.client] - num_tokens)
 
     def add_drafts(self, row: ScheduledRow, drafts: Sequence[int], source: str) -> None:
         """Positions of drafts in a row that generates; `source`: where they come from, unless the device draws them."""

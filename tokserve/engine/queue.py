@@ -55,6 +55,15 @@ class Queue:
     def __getitem__(self, index: int) -> Request:
         return self._requests[index]
 
+    def order(self) -> Iterator[Request]:
+        """Iterate in order.  Those that it yields may be removed meanwhile, no others."""
+        index = 0
+        while index < len(self._requests):
+            request = self._requests[index]
+            yield request
+            if index < len(self._requests) and self._requests[index] is request:
+                index += 1
+
     def add(self, request: Request) -> None:
         """Insert it in order."""
         key = self._policy(request)

@@ -52,8 +52,7 @@ class State(enum.Enum):
 class Request:
     """One choice.  Positions are counted from the start of the prompt.
 
-    `number`: in order of receipt.  `received`: the engine's clock.  `share`: whose share of the slots it takes, the
-    client's by default.  `limit`: tokens of prompt and output together.
+    `number`: in order of receipt.  `received`: the engine's clock.  `limit`: tokens of prompt and output together.
     """
 
     __slots__ = (
@@ -86,7 +85,6 @@ class Request:
         "request_id",
         "second",
         "seed",
-        "share",
         "slot",
         "stalled",
         "state",
@@ -101,7 +99,7 @@ class Request:
 
     def __init__(
         self, spec: EngineRequest, *, owner: bytes, number: int, received: float, limits: Limits,
-        client: str = "", share: str | None = None,
+        client: str = "",
     ) -> None:  # fmt: skip
         """Raises RequestError for a request that cannot be served."""
         self.request_id = spec.request_id
@@ -110,7 +108,7 @@ class Request:
         self.seed = spec.seed
         self.arrival = spec.arrival  # the front end's clock; for order only
         self.owner = owner
-        self.client, self.share = client, client if share is None else share
+        self.client = client
         self.number, self.received = number, received
         self.features, self.second = spec.prompt.features, spec.prompt.second
         self.prompt_only = (

@@ -8,29 +8,24 @@ is the same: slots and blocks that a step in flight mentions are not freed until
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from tokserve.base.errors import StartError
 from tokserve.config import SchedulerConfig
 from tokserve.engine.counters import Counters, WeightEpochs
 from tokserve.engine.hooks import Hooks
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.output.columns import PackedMasks, PackedRows
+from tokserve.engine.pace import StepPace
 from tokserve.engine.plan_builder import InFlightStep, PlanBuilder
 from tokserve.engine.queue import POLICIES, Excess, Queue, QueueLimits
 from tokserve.engine.request import Request, State
+from tokserve.engine.sharing import MAX_DISPLACED, Sharing
 from tokserve.engine.variant import Variant
-from tokserve.features.fairness.fairness import FairQueue, Shares, choose_displaced, choose_victim
-from tokserve.features.fairness.pace import StepPace
 from tokserve.protocol.messages import StepStats
 from tokserve.protocol.plan import NOT_FINITE, OK, StepPlan, StepResult
-
-MAX_DISPLACED = 8  # preemptions per step in favour of other clients
-LINGER = 1.0  # seconds that steps stay short after the last one with several clients: a client comes back soon
 
 
 class Scheduler:
@@ -40,9 +35,8 @@ class Scheduler:
     each running request must be left, so that admission does not cause preemption at once); only growth by new
     tokens can then run out of blocks, and preempts.  Drafts never preempt.
 
-    Clients are served alike (`fairness`): the one with the fewest slots is next, and while it waits for a slot or for
-    blocks, a client with at least two slots more gives up its last request's.  A request that is stalled gets no
-    tokens; it keeps its slot and its blocks until another request needs them.
+    Who is next, and who gives way, is up to `Sharing`.  A request that is stalled gets no tokens; it keeps its slot and
+    its blocks until another request needs them.
     """
 
     def __init__(
@@ -51,42 +45,42 @@ class Scheduler:
         cache: PrefixCache,
         weight_version: str,
         *,
-        image_tokens: int = 0,
-        prompt_tokens: int = 0,
+        joint_tokens: int = 0,
     ) -> None:
-        """`image_tokens`: the most that a step has to compute together, of one image; a step holds them beside a token
-        of every running request.  Raises StartError if it does not.  `prompt_tokens`: likewise of a prompt that cannot
-        be divided; the budget of a step holds them."""
-        if image_tokens and config.token_budget < config.rows + image_tokens:
-            raise StartError(
-                f"option max_num_batched_tokens: {config.token_budget} is less than {config.rows + image_tokens}: this "
-                f"model computes an image's {image_tokens} tokens in one step, beside those of max_num_seqs "
-                f"{config.rows} requests"
-            )
-        self._joint_tokens = prompt_tokens or image_tokens
+        """`joint_tokens`: the most of a request that a step has to compute together; a step's budget holds them."""
+        self.joint_tokens = joint_tokens
         self.weights = WeightEpochs(weight_version)
         self.barrier: int | None = None  # requests with this number and above are not admitted
         self.counters = Counters()
-        self.shares = Shares()
         self.in_flight: deque[InFlightStep] = deque()  # oldest first
         self._config = config
         self._cache = cache
         self._hooks = Hooks()
-        self._policy = policy = POLICIES[config.scheduling_policy]
-        self._waiting = FairQueue(policy, self.shares)
+        policy = POLICIES[config.scheduling_policy]
+        self._sharing = Sharing(policy)
+        self._waiting = self._sharing.waiting
         self._parked: set[Request] = set()  # stalled, and without a slot
         self._stalled: set[Request] = set()
         self._limits = QueueLimits(config.max_queued_requests, config.max_queued_tokens)
         self._short = False  # blocks were missing when the last plan was made, so a free slot may mean nothing
         self._deferred = 0  # waiting requests that the last plan passed over
-        self._running = Queue(policy)
+        self.running = Queue(policy)
         self._free_slots = list(range(config.rows - 1, -1, -1))  # a stack
         self._freed: list[int] = []  # slots freed since the last plan
         self._leaving: set[Request] = set()  # have a slot until a step in flight is answered
         self._step = 0
-        self._pace = StepPace()
-        self._contended = -math.inf  # when a step was last planned with several clients
+        self.pace = StepPace()
         self._answered = 0.0  # when the last result came
+
+    def share_by(self, sharing: Sharing) -> None:
+        """Divide slots and tokens so, from the first request on."""
+        assert not len(self._waiting), "requests wait already"
+        self._sharing, self._waiting = sharing, sharing.waiting
+
+    @property
+    def token_budget(self) -> int:
+        """The most tokens of a step."""
+        return self._config.token_budget
 
     def use(self, hooks: Hooks) -> None:
         """Ask these features from here on."""
@@ -105,20 +99,16 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Requests with a slot that are scheduled."""
-        return len(self._running)
+        return len(self.running)
 
     def tokens_per_second(self) -> float:
         """How fast prompts are computed, as measured; 0.0 while it is not known."""
-        return self._pace.tokens_per_second()
-
-    def num_live(self, client: str) -> int:
-        """Requests of a client that have not ended."""
-        return self.shares.live[client]
+        return self.pace.tokens_per_second()
 
     @property
     def _num_open(self) -> int:
         """Requests that may be admitted now: no more run than there are slots, and tokens in a step."""
-        return min(len(self._free_slots), self._config.token_budget - len(self._running))
+        return min(len(self._free_slots), self._config.token_budget - len(self.running))
 
     def unreleased(self) -> list[Request]:
         """Ended requests that steps in flight mention, so their slots and blocks are not free yet."""
@@ -128,12 +118,11 @@ class Scheduler:
         """Gauges and counters of this moment."""
         pool = self._cache.pool
         return StepStats(
-            running=len(self._running),
+            running=len(self.running),
             waiting=self.num_waiting,
             blocks_held=pool.num_in_use,
             blocks_cached=pool.num_cached,
             blocks_total=pool.total,
-            clients=len(self.shares.live),
             deferred=min(self._deferred, len(self._waiting)) + len(self._parked),
             stalled=len(self._stalled),
             **self.counters.values(),
@@ -143,7 +132,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a new request."""
         self._waiting.add(request)
-        self.shares.added(request)
+        self._sharing.added(request)
         self._limits.added(request.prompt_len)
 
     def stall(self, request: Request, stalled: bool) -> None:
@@ -177,7 +166,7 @@ class Scheduler:
         elif request.state is State.RUNNING:
             self._stop_running(request)
         self._stalled.discard(request)
-        self.shares.ended(request)
+        self._sharing.ended(request)
         self.weights.count_ages(request, self.counters.tokens_by_age)
         self.counters.preemptions_by_request.add(request.num_preemptions)
         for on_end in self._hooks.on_end:
@@ -208,15 +197,8 @@ class Scheduler:
         return plan
 
     def _build(self, now: float) -> PlanBuilder:
-        budget = limit = self._config.token_budget
-        present = self.shares.present
-        if len(present) > 1:
-            self._contended = now
-        if now - self._contended < LINGER:
-            least = min(limit, len(self._running) + self._joint_tokens) if self._joint_tokens else 0
-            budget = min(limit, max(len(present), self._pace.max_tokens(limit), least))
-        builder = PlanBuilder.of(budget, present, self._num_active() if len(present) > 1 else 1)
-        order = self.shares.round_robin(self._running) if builder.shares else list(self._running)
+        builder = self._sharing.builder(self, now)
+        order = self._sharing.order(self.running, builder)
         self._continue(builder, order)
         self._admit(builder, now, beyond=not builder.shares)
         if not builder.short:
@@ -225,19 +207,9 @@ class Scheduler:
         if builder.shares:
             self._admit(builder, now, beyond=True)
         if builder.budget and builder.shares:
-            self._fill(builder, self.shares.round_robin(self._running) if builder.new else order)
+            self._sharing.fill(self, builder)
         self._short = builder.short
         return builder
-
-    def _num_active(self) -> int:
-        """The clients with a request that the next step may compute: the others need no share of it."""
-        active = {
-            request.share
-            for request in self._running
-            if not request.is_held and not (request.stalled and self._is_idle(request))
-        }
-        active.update(request.share for request in self._waiting.first_of_each() if self._may_enter(request))
-        return len(active)
 
     def _continue(self, builder: PlanBuilder, order: Sequence[Request]) -> None:
         """Rows for running requests, in this order, but those that lack one token first, so that no prompt delays them.
@@ -253,65 +225,40 @@ class Scheduler:
             num_tokens, num_computed = request.num_tokens, request.num_computed
             if num_tokens - num_computed > 1 or request.prompt_only:
                 prompts.append(request)
-            elif num_tokens < request.limit and not (request.stalled and self._is_idle(request)):
+            elif num_tokens < request.limit and not (request.stalled and self.is_idle(request)):
                 budget = builder.allowed(request) if contended else builder.budget
-                if budget and (num_computed % block_size or self._make_room(request, builder)):  # else within its block
+                if budget and (num_computed % block_size or self.make_room(request, builder)):  # else within its block
                     builder.add_decode(request)
         for request in prompts:
             budget = builder.allowed(request)
             if request.state is State.RUNNING and budget and request.num_tokens > request.num_computed:
-                count = self._chunk(request, budget, builder.budget)
+                count = self.chunk(request, budget, builder.budget)
                 if not count:
                     builder.held = True
                     return
                 builder.add(request, count)
 
-    def _fill(self, builder: PlanBuilder, order: Sequence[Request]) -> None:
-        """Give what is left of the budget to requests that exceed their client's share, in this order."""
-        rows = {row.request: row for row in builder.rows}
-        for request in order:
-            if not builder.budget:
-                return
-            row = rows.get(request)
-            count = 0 if row is None else row.num_tokens
-            missing = request.num_tokens - request.num_computed
-            if request.state is not State.RUNNING or request.is_held:
-                continue
-            if missing > max(count, not request.prompt_only):
-                room = count + builder.budget
-                more = 0 if builder.held else self._chunk(request, room, room) - count
-                if more <= 0:
-                    builder.held = builder.held or bool(request.joint)
-                elif row is None:
-                    builder.add(request, more)
-                else:
-                    builder.extend(row, more)
-            elif row is None and missing == 1 and not request.prompt_only and not builder.short:
-                idle = self._is_idle(request) or request.num_tokens >= request.limit
-                if not idle and self._make_room(request, builder):
-                    builder.add(request, 1)
-
-    def _is_idle(self, request: Request) -> bool:
+    def is_idle(self, request: Request) -> bool:
         """Whether it gets no tokens, as its client does not read.  Its prompt is computed all the same, since others
         may wait for that; and a command that waits for the end of all requests waits for no client."""
         return request.stalled and request.is_decoding and self.barrier is None
 
-    def _chunk(self, request: Request, budget: int, most: int, computed: int | None = None) -> int:
+    def chunk(self, request: Request, budget: int, most: int, computed: int | None = None) -> int:
         """Tokens of a request in a step.  An image that cannot be divided may exceed `budget`, a client's share, and
         the option max_chunk, but not `most`; 0: it does.  `computed`: what will be when the request has a slot."""
         computed = request.num_computed if computed is None else computed
         count = min(request.num_tokens - computed, budget)
-        if self._config.max_chunk is not None and len(self._running) + len(self._waiting) > 1:
+        if self._config.max_chunk is not None and len(self.running) + len(self._waiting) > 1:
             count = min(count, self._config.max_chunk)
         return request.without_cuts(computed, count, most) if request.joint else count
 
-    def _make_room(self, request: Request, builder: PlanBuilder) -> bool:
+    def make_room(self, request: Request, builder: PlanBuilder) -> bool:
         """A block for the next position, if need be the victim's.  False: not in this step."""
         while not self._cache.extend(request.table, request.num_computed + 1):
             builder.short = True
             if self._leaving:  # their blocks are free when the step in flight is answered
                 return False
-            victim = choose_victim(self._running, self.shares, self._is_idle)
+            victim = self._sharing.choose_victim(self.running, self.is_idle)
             self._preempt(victim)
             builder.drop(victim)
             if victim is request:
@@ -319,31 +266,31 @@ class Scheduler:
         return True
 
     def _displace(self) -> bool:
-        """Preempt for waiting requests that find no slot, or no blocks: stalled requests, and those of clients with
-        more slots than the one that waits.  Whether any was preempted."""
+        """Preempt for waiting requests that find no slot, or no blocks: stalled requests, and those that `Sharing`
+        chooses.  Whether any was preempted."""
         if self.barrier is not None and self._parked:
             for request in self._parked:
                 self._waiting.add(request)
             self._parked.clear()
-        contested = len(self.shares.present) > 1 or self._stalled
-        if not contested or not self._waiting or (self._num_open and not self._short):
+        may_displace = self._sharing.is_contested or self._stalled
+        if not may_displace or not self._waiting or (self._num_open and not self._short):
             return False
         room = 0 if self._short else self._num_open + len(self._leaving)
         count = room + (1 if self._short else MAX_DISPLACED)  # for blocks one after the other, until there are enough
-        slots = self.shares.running.copy()
+        slots = self._sharing.slots()
         before = self.counters.displaced
-        for index, request in enumerate(list(islice(filter(self._may_enter, self._waiting), count))):
+        for index, request in enumerate(list(islice(filter(self.may_enter, self._waiting), count))):
             if index >= room:
-                victim = choose_displaced(request, self._running, slots, self._policy, self._is_idle)
+                victim = self._sharing.choose_displaced(request, self.running, slots, self.is_idle)
                 if victim is None:
                     break
                 self._preempt(victim)
                 self.counters.displaced += 1
-                slots[victim.share] -= 1
-            slots[request.share] += 1
+                slots[victim.client] -= 1
+            slots[request.client] += 1
         return self.counters.displaced > before
 
-    def _may_enter(self, request: Request) -> bool:
+    def may_enter(self, request: Request) -> bool:
         """Whether it waits neither for the barrier, a feature, a prefix that is being computed, nor its client."""
         if self.barrier is not None and request.number >= self.barrier:
             return False
@@ -354,19 +301,19 @@ class Scheduler:
 
     def preempt_all(self) -> None:
         """Take slots and blocks from all running requests; no step may be in flight."""
-        for request in list(self._running):
+        for request in list(self.running):
             self._preempt(request)
 
     def restart_prompts(self, variant: Variant | None = None) -> None:
         """All weights, or the variant's, are other ones from this step boundary on: compute again what is begun of a
         vector, or of a prompt's logprobs, as those that both have made are of neither."""
-        for request in [*self._running, *self._waiting, *self._parked]:
+        for request in [*self.running, *self._waiting, *self._parked]:
             if variant in (None, request.variant) and request.restart_prompt() and request.state is State.RUNNING:
                 self._preempt(request)
 
     def _stop_running(self, request: Request) -> None:
-        self._running.remove(request)
-        self.shares.left(request)
+        self.running.remove(request)
+        self._sharing.left(request)
 
     def _preempt(self, request: Request) -> None:
         self.counters.preemptions += 1
@@ -389,17 +336,17 @@ class Scheduler:
             if request is None or not (beyond or builder.allowed(request)):
                 break
             hits = None
-            if self._may_enter(request):
+            if self.may_enter(request):
                 usable = request.reusable_blocks(self._cache.block_size)
                 hits = self._cache.lookup(request.table, request.tokens, usable)
             if hits is None:
                 self._deferred += 1
                 continue
             computed = min(hits * self._cache.block_size, request.reusable)
-            count = self._chunk(request, max(1, builder.allowed(request)), builder.budget, computed)
+            count = self.chunk(request, max(1, builder.allowed(request)), builder.budget, computed)
             if not count and request.joint:
                 builder.held = True
-            elif self._cache.allocate(request.table, request.tokens, hits, reserve=len(self._running)):
+            elif self._cache.allocate(request.table, request.tokens, hits, reserve=len(self.running)):
                 self._assign_slot(request, hits, now)
                 fields: dict[str, Any] = {}
                 for on_slot in self._hooks.on_slot:
@@ -411,8 +358,8 @@ class Scheduler:
 
     def _assign_slot(self, request: Request, hits: int, now: float) -> None:
         self._waiting.remove(request)
-        self._running.add(request)
-        self.shares.admitted(request)
+        self.running.add(request)
+        self._sharing.admitted(request)
         request.state = State.RUNNING
         request.slot = self._free_slots.pop()
         request.num_computed = request.num_settled = min(hits * self._cache.block_size, request.reusable)
@@ -437,7 +384,7 @@ class Scheduler:
         seconds = now - max(step.planned, self._answered)
         if result.draft_passes is not None:
             seconds -= result.draft_passes.seconds
-        self._pace.record(step.num_tokens, seconds)
+        self.pace.record(step.num_tokens, seconds)
         for before_update in self._hooks.before_update:
             before_update(step, result, seconds)
         self._answered = now

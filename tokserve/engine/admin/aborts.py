@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from tokserve.engine.admin.command import Command, command
 from tokserve.engine.admission import Admission
+from tokserve.engine.announcements import Announcements
 from tokserve.engine.hooks import Hooks
 from tokserve.engine.registry import Registry
 from tokserve.engine.request import Request
 from tokserve.engine.scheduler import Scheduler
-from tokserve.features.fairness.announcements import Announcements
 
 
 class Aborts:

@@ -40,6 +40,13 @@ class Limits:
     images: ImageFormat | None = None
     whole_prompts: bool = False
 
+    @property
+    def joint_tokens(self) -> int:
+        """The most tokens of a request that a step has to compute together: of a prompt, or of an image."""
+        if self.whole_prompts:
+            return self.context
+        return 0 if self.images is None else self.images.step_tokens
+
 
 class _Era(NamedTuple):
     """The same weights compute from output token `token` on, which for those before it is position `position`."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from tokserve.engine.features import EngineContext
-from tokserve.engine.hooks import EngineFeature
 from tokserve.engine.request import Request
 
 SPARE = 64  # entries of ended requests that are not worth removing
@@ -46,29 +44,6 @@ class Deadlines:
         while self._heap and not _counts(self._heap[0][2], self._heap[0][3]):
             heapq.heappop(self._heap)
         return max(0.0, self._heap[0][0] - now) if self._heap else None
-
-
-class DeadlineFeature(EngineFeature):
-    """Ends requests that are past a deadline of theirs, with what they have."""
-
-    def __init__(self, context: EngineContext) -> None:
-        self.deadlines = Deadlines()
-        self._scheduler, self._outbox, self._clock = context.scheduler, context.outbox, context.clock
-
-    def accept(self, request: Request) -> None:
-        self.deadlines.add(request)
-
-    def poll(self) -> None:
-        if not self.deadlines:
-            return
-        now = self._clock()
-        for request, detail in self.deadlines.passed(now):
-            request.end("deadline", detail, now)
-            self._outbox.ended.append(request)
-        self.deadlines.tidy(self._scheduler.num_running + self._scheduler.num_waiting)
-
-    def seconds_left(self) -> float | None:
-        return self.deadlines.seconds_to_next(self._clock())
 
 
 def _counts(which: str, request: Request) -> bool:

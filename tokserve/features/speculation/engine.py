@@ -96,7 +96,7 @@ class Speculation(DraftReports):
         rows: dict[str, list[ScheduledRow]] = {}
         for row in builder.rows:
             if row.num_logits and row.request.options.speculate and self._may_draft(row.request):
-                rows.setdefault(row.request.share if builder.shares else "", []).append(row)
+                rows.setdefault(row.request.client if builder.shares else "", []).append(row)
         for of_client in rows.values():
             self._draft(builder, of_client)
 

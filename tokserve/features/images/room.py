@@ -1,0 +1,7 @@
+"""The room of images: what it adds to the core."""
+
+from __future__ import annotations
+
+from tokserve.base.rooms import Room
+
+ROOM = Room(engine="tokserve.features.images.engine:make")
