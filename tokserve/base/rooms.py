@@ -16,6 +16,7 @@ from typing import Any
 
 ROOMS: dict[str, str] = {  # module of the room, by its name; routes of a later one replace those of an earlier one
     "observe": "tokserve.features.observe.room",
+    "weights": "tokserve.features.weights.room",
     "images": "tokserve.features.images.room",
     "kv": "tokserve.features.kv.room",
     "fairness": "tokserve.features.fairness.room",
@@ -24,7 +25,6 @@ ROOMS: dict[str, str] = {  # module of the room, by its name; routes of a later 
     "lora": "tokserve.features.lora.room",
     "recurrent": "tokserve.families.recurrent.room",
     "profiler": "tokserve.features.profiler.room",
-    "weights": "tokserve.features.weights.room",
     "pooling": "tokserve.features.pooling.room",
     "openai": "tokserve.dialects.openai.room",
     "anthropic": "tokserve.dialects.anthropic.room",

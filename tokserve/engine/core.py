@@ -80,7 +80,7 @@ class EngineCore:
         )  # fmt: skip
         self.control = Control(
             self, self.scheduler, self.cache, executor, facts.weight_version,
-            clock=clock, update_lease=config.weights.control_lease,
+            clock=clock,
         )  # fmt: skip
         spans = Spans()
         self._span = spans.span
@@ -113,7 +113,7 @@ class EngineCore:
 
     def _command_owners(self) -> list[object]:
         """The objects whose methods are commands."""
-        core = [self, self.control, self.control.weights, self._aborts]
+        core = [self, self.control, self._aborts]
         return [*core, *chain.from_iterable(feature.commands for feature in self.features)]
 
     # --- the loop ---

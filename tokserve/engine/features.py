@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from tokserve.base.rooms import contributions
 from tokserve.base.trace import Spans
@@ -39,7 +40,7 @@ class Outbox:
 @dataclass(frozen=True, slots=True)
 class EngineContext:
     """What features are made of.  `spans`: of the loop's thread.  `clock`: that of the requests.  `wake` is called,
-    from any thread, when there is something for `EngineFeature.poll`."""
+    from any thread, when there is something for `EngineFeature.poll`.  `offers`: functions of features for others."""
 
     config: Config
     facts: DeviceFacts
@@ -54,6 +55,7 @@ class EngineContext:
     spans: Spans
     clock: Callable[[], float]
     wake: Callable[[], None]
+    offers: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 def make_features(context: EngineContext) -> tuple[EngineFeature, ...]:

@@ -38,7 +38,7 @@ class WaitingQueue(Protocol):
 
 
 class Sharing:
-    """Serves requests by a policy, whoever sends them.  `waiting`: those without a slot."""
+    """Serves requests by a policy, whatever their client.  `waiting`: those without a slot."""
 
     waiting: WaitingQueue
 

@@ -1,6 +1,6 @@
 """Whether steps are planned: the commands pause, sleep and wake_up, and the engine's state as front ends see it.
 
-How weights are updated is in `weights`.
+Which weights serve is in `current_weights`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 from tokserve.base.errors import Conflict, RequestError
 from tokserve.engine.admin.command import PREPARED, STEP_BOUNDARY, Command, RunningRequests, command
+from tokserve.engine.admin.current_weights import CurrentWeights
+from tokserve.engine.admin.lease import Lease, check_lease
 from tokserve.engine.admin.states import GENERATION, Region
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.scheduler import Scheduler
 from tokserve.executor.base import Executor
-from tokserve.features.weights.commands import Weights
-from tokserve.features.weights.lease import Lease, check_lease
 from tokserve.protocol.commands import LEVELS, MEMORY, MODES, TAGS
 from tokserve.protocol.messages import Status
 
@@ -25,8 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Control:
-    """`frozen`, `may_be_idle` and `status` are for the core.  `update_lease`: seconds without a call after which an
-    open weight update is rolled back; 0: never."""
+    """`frozen`, `may_be_idle` and `status` are for the core."""
 
     def __init__(
         self,
@@ -37,22 +36,13 @@ class Control:
         weight_version: str,
         *,
         clock: Callable[[], float] = time.monotonic,
-        update_lease: float = 0.0,
     ) -> None:
         self._clock = clock
         self._requests = requests
         self._scheduler = scheduler
         self._cache = cache
         self._executor = executor
-        self.weights = Weights(
-            requests,
-            scheduler,
-            cache,
-            executor,
-            weight_version,
-            is_settled=lambda: not self._dropping,
-            new_lease=lambda seconds: Lease(update_lease if seconds is None else seconds, clock),
-        )
+        self.weights = CurrentWeights(requests, scheduler, cache, executor, weight_version)
         self._generation = Region(GENERATION, "running")
         self._pause: Lease | None = None  # how long the pause lasts
         self.paused_since: float | None = None  # Unix time
@@ -64,6 +54,15 @@ class Control:
         self._dropping = 0  # sleeps that are about to drop the weights
         self.since = time.time()  # of the state
         self._last_state = "running"
+
+    def use_weights(self, weights: CurrentWeights) -> None:
+        """Ask these, which are those of the start as well, from here on."""
+        self.weights = weights
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no sleep is about to drop the weights."""
+        return not self._dropping
 
     # --- for the core ---
 
@@ -129,11 +128,11 @@ class Control:
     def state(self) -> str:
         """running, pausing, paused, updating, sleeping or quarantined: the first that holds, from the last one on."""
         weights = self.weights
-        if weights.quarantine is not None and weights.update is None:
+        if weights.quarantine is not None and not weights.is_updating:
             return "quarantined"
         if self._asleep:
             return "sleeping"
-        if weights.update is not None:
+        if weights.is_updating:
             return "updating"
         if not weights.loaded:
             return "sleeping"
@@ -286,7 +285,7 @@ class Control:
         if mode not in MODES:
             raise RequestError(f"mode must be one of {', '.join(MODES)}, got {mode!r}", field="mode")
         drops = "weights" in released
-        if drops and self.weights.update is not None:
+        if drops and self.weights.is_updating:
             raise Conflict("a weight update is open: finish or abort it before the weights are released")
         self._dropping += drops
         try:

@@ -34,7 +34,7 @@ NAME = re.compile(r"[^\x00-\x1f\x7f]+")
 def make(context: EngineContext) -> EngineFeature:
     """The adapters of an engine; without `--enable-lora`, what refuses them.  Raises StartError."""
     feature = Adapters(context) if context.config.lora.enable_lora else NoAdapters()
-    context.control.weights.load_adapter = feature.load_as_model
+    context.offers["load_adapter"] = feature.load_as_model
     return feature
 
 

@@ -6,67 +6,62 @@ New weights are staged by the executor beside those that serve, and take effect 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from tokserve.base.errors import Conflict, RequestError
-from tokserve.engine.admin.command import PREPARED, STEP_BOUNDARY, Command, RunningRequests, Wait, command
-from tokserve.engine.kv_cache.prefix_cache import PrefixCache
-from tokserve.engine.scheduler import Scheduler
-from tokserve.executor.base import Executor
-from tokserve.features.weights.current_weights import CurrentWeights
-from tokserve.features.weights.lease import Lease, check_lease
-from tokserve.features.weights.update import Origin, Update, check_version
+from tokserve.engine.admin.command import PREPARED, STEP_BOUNDARY, Command, Wait, command
+from tokserve.engine.admin.current_weights import CurrentWeights, Origin
+from tokserve.engine.admin.lease import Lease, check_lease
+from tokserve.engine.features import EngineContext
+from tokserve.engine.hooks import EngineFeature
+from tokserve.features.weights.update import Update, VersionHistory, check_version
 from tokserve.protocol.messages import Status
 
 logger = logging.getLogger(__name__)
 
 
+def make(context: EngineContext) -> EngineFeature:
+    """The updates of an engine's weights."""
+    weights = Weights(context)
+    context.control.use_weights(weights)
+    return UpdatedWeights(weights)
+
+
+class UpdatedWeights(EngineFeature):
+    """Has no hooks: weights change between steps, by commands."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+
+    @property
+    def commands(self) -> Sequence[object]:
+        return (self.weights,)
+
+
 class Weights(CurrentWeights):
-    """`is_settled`: no sleep is about to drop the weights.  `new_lease`: of so many seconds, or of the default."""
+    """The weights that serve, and the open update."""
 
-    def __init__(
-        self,
-        requests: RunningRequests,
-        scheduler: Scheduler,
-        cache: PrefixCache,
-        executor: Executor,
-        version: str,
-        *,
-        is_settled: Callable[[], bool],
-        new_lease: Callable[[float | None], Lease],
-    ) -> None:
-        super().__init__(scheduler, cache, executor, version)
-        self._requests = requests
-        self._is_settled = is_settled
-        self._new_lease = new_lease
+    def __init__(self, context: EngineContext) -> None:
+        version = context.facts.weight_version
+        super().__init__(context.requests, context.scheduler, context.cache, context.executor, version)
+        self._control = context.control
+        self._offers = context.offers
+        self._default_lease = context.config.weights.control_lease
+        self._clock = context.clock
         self.update: Update | None = None  # that is open
-        self.failure: str | None = None  # of the last update
-        self.load_adapter: Callable[..., Generator[Wait, Any, dict[str, Any]]]  # under the model's name
         self._meeting = 0  # commands that wait for a trainer
+        self._history = VersionHistory()
 
-    def take_over(self, was: Status) -> Command:
-        """Failover: be the weights of the engine before, and of its epoch.  If they cannot be read again, nothing is
-        served."""
-        reason = ""
-        if not was.dropped:
-            reason = "they were pushed, not read from files" if was.pushed else (yield from self._read_again(was))
-        if reason:
-            self.quarantine = (
-                f"the engine was replaced, and the weights of version {was.weight_version} could not be restored "
-                f"({reason}): push weights"
-            )
-            self._memory.fire("mismatch")
-            self._set_epoch(self.version, Origin(), was.epoch + 1)
-        elif self.epoch != was.epoch:
-            self._set_epoch(was.weight_version, Origin(was.source, was.stamp, was.pushed), was.epoch)
-        if was.lost:
-            self.quarantine = was.quarantine
-            self._memory.fire("mismatch")
-        self.failure = "the engine ended while the weight update was open" if was.state == "updating" else was.failure
+    def _new_lease(self, seconds: float | None) -> Lease:
+        """A lease of so many seconds, or of the default."""
+        return Lease(self._default_lease if seconds is None else seconds, self._clock)
+
+    def _is_settled(self) -> bool:
+        """Whether no sleep is about to drop the weights."""
+        return self._control.is_settled
 
     def _read_again(self, was: Status) -> Generator[Wait, Any, str]:
-        """Load the weights of a directory, if they came from one; returns why that failed, or ""."""
         if was.source is None:
             return ""
         try:
@@ -84,12 +79,14 @@ class Weights(CurrentWeights):
     # --- whose update is open ---
 
     @property
+    def is_updating(self) -> bool:
+        return self.update is not None
+
+    @property
     def seconds_to_expiry(self) -> float | None:
-        """Until the open update is rolled back, if its holder stays silent; None: it will not be."""
         return None if self.update is None or self.update.closed else self.update.lease.seconds_left
 
     def expire(self) -> bool:
-        """Roll the open update back if its holder has been silent for too long; whether it was."""
         if self.update is None or self.seconds_to_expiry != 0.0:
             return False
         lease = self.update.lease
@@ -299,7 +296,10 @@ class Weights(CurrentWeights):
                 self.recompute_kv()
 
         yield PREPARED  # as an update from a checkpoint has it, when it is opened
-        loaded = yield from self.load_adapter(weight_dir, check, placed)
+        load_adapter = self._offers.get("load_adapter")
+        if load_adapter is None:
+            raise RequestError("this server serves no adapters", field="weight_dir")
+        loaded = yield from load_adapter(weight_dir, check, placed)
         return {"message": "Weight update finished", "weight_version": self.version, "epoch": self.epoch} | loaded
 
     @command("finish_weight_update")
@@ -374,12 +374,6 @@ class Weights(CurrentWeights):
             raise
         self._check_open(update)
         return decision
-
-    def recompute_kv(self) -> None:
-        """Take the KV from all requests at a step boundary; nothing of it is found again in this epoch."""
-        self._scheduler.preempt_all()
-        for request in self._requests.live:
-            request.restart_prompt()
 
     def _is_reused(self, weight_version: str | None, checksum: str | None) -> bool:
         """Whether other weights than those that serve have had the version, and may differ from these."""
@@ -518,3 +512,44 @@ class Weights(CurrentWeights):
         if before in ("overwriting", "torn") or (before == "broken" and self.quarantine is None):
             self.quarantine = f"a weight update failed when the old weights were gone already: {reason}"
             self._requests.end_all("abort_quarantine")
+
+    def _set_checksum(self, checksum: str | None) -> None:
+        """What the weights that serve have; None: it is not known."""
+        self.checksum = checksum
+        self._history.add(self.version, checksum)
+
+    # --- commands that look at the weights ---
+
+    @command("weight_checksums")
+    def weight_checksums(self) -> Command:
+        """Digests of the weights in memory, by name."""
+        if not self.loaded:
+            raise Conflict("there are no weights to look at now")
+        return (yield from self._background("checksums"))
+
+    @command("checkpoint_checksums")
+    def checkpoint_checksums(self) -> Command:
+        """Checksums of the tensors that the weights were loaded from: {"checkpoint": by name, "tied": aliases}."""
+        if not self.loaded:
+            raise Conflict("there are no weights to look at now")
+        if self.modified_by_rpc:
+            raise Conflict("a worker call may have changed the weights since they were loaded")
+        return (yield from self._background("checkpoint_checksums"))
+
+    @command("weights_checksum")
+    def weights_checksum(self) -> Command:
+        """The checksum of all weights; computed if it is not known."""
+        if not self.loaded:
+            raise Conflict("there are no weights to look at now")
+        if self.checksum is None:
+            num_changes = self._num_changes
+            checksum = yield from self._background("weights_checksum")
+            if self._num_changes != num_changes:
+                return (yield from self.weights_checksum())
+            self._set_checksum(checksum)
+        return self.checksum
+
+    @command("weight_coordinates")
+    def weight_coordinates(self) -> Command:
+        """The tensors in which deltas count elements."""
+        return (yield from self._background("weight_coordinates"))

@@ -6,4 +6,5 @@ from tokserve.base.rooms import Room
 
 ROOM = Room(
     endpoints="tokserve.features.weights.weight_routes:ENDPOINTS",
+    engine="tokserve.features.weights.commands:make",
 )

@@ -1,4 +1,4 @@
-"""What the engine keeps of a weight update, of where weights came from, and of which versions there were."""
+"""What the engine keeps of a weight update, and of which versions there were."""
 
 from __future__ import annotations
 
@@ -6,20 +6,10 @@ import secrets
 from dataclasses import dataclass, field
 
 from tokserve.base.errors import RequestError
-from tokserve.features.weights.lease import Lease
+from tokserve.engine.admin.lease import Lease
 
 MAX_VERSION = 256
 MAX_REMEMBERED = 4096  # versions
-
-
-@dataclass(slots=True, frozen=True)
-class Origin:
-    """Where weights came from: the directory `source`, with its files in the state `stamp`; `pushed`: over a wire or by
-    a worker call, so they cannot be read again; none of these: the checkpoint of the start."""
-
-    source: str | None = None
-    stamp: str | None = None
-    pushed: bool = False
 
 
 @dataclass(slots=True, eq=False)

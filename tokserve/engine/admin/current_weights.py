@@ -1,23 +1,41 @@
-"""Which weights serve: their version and epoch, where they came from, and the commands that look at them."""
+"""Which weights serve: their version and epoch, where they came from, and whether they are in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Any
 
-from tokserve.base.errors import Conflict
-from tokserve.engine.admin.command import Command, Wait, command
+from tokserve.engine.admin.command import Command, RunningRequests, Wait
 from tokserve.engine.admin.states import WEIGHTS, Region
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.scheduler import Scheduler
 from tokserve.executor.base import Executor
-from tokserve.features.weights.update import Origin, VersionHistory
+from tokserve.protocol.messages import Status
+
+
+@dataclass(slots=True, frozen=True)
+class Origin:
+    """Where weights came from: the directory `source`, with its files in the state `stamp`; `pushed`: over a wire or by
+    a worker call, so they cannot be read again; none of these: the checkpoint of the start."""
+
+    source: str | None = None
+    stamp: str | None = None
+    pushed: bool = False
 
 
 class CurrentWeights:
-    """What `features/weights/commands` changes, and others read."""
+    """The weights of the start.  A room may have others, that are updated while requests run."""
 
-    def __init__(self, scheduler: Scheduler, cache: PrefixCache, executor: Executor, version: str) -> None:
+    def __init__(
+        self,
+        requests: RunningRequests,
+        scheduler: Scheduler,
+        cache: PrefixCache,
+        executor: Executor,
+        version: str,
+    ) -> None:
+        self._requests = requests
         self._scheduler = scheduler
         self._cache = cache
         self._executor = executor
@@ -31,7 +49,7 @@ class CurrentWeights:
         self._num_changes = 0  # of the weights, for certain or perhaps
         self.on_change: Callable[[], None] = lambda: None  # called at each of them
         self._foreign_generation = -1  # of the prefix cache, when a worker call came last
-        self._history = VersionHistory()
+        self.failure: str | None = None  # of the last update
 
     @property
     def can_compute(self) -> bool:
@@ -60,6 +78,20 @@ class CurrentWeights:
         pushed."""
         return self._memory.state in ("dropped", "missing")
 
+    @property
+    def is_updating(self) -> bool:
+        """Whether an update is open."""
+        return False
+
+    @property
+    def seconds_to_expiry(self) -> float | None:
+        """Until the open update is rolled back, if its holder stays silent; None: it will not be."""
+        return None
+
+    def expire(self) -> bool:
+        """Roll the open update back if its holder has been silent for too long; whether it was."""
+        return False
+
     def on_release(self) -> None:
         self._memory.fire("release")
 
@@ -83,49 +115,39 @@ class CurrentWeights:
         self._scheduler.weights.use(self.version, self.epoch)
         self._scheduler.restart_prompts()
 
-    def _set_checksum(self, checksum: str | None) -> None:
-        """What the weights that serve have; None: it is not known."""
-        self.checksum = checksum
-        self._history.add(self.version, checksum)
+    def take_over(self, was: Status) -> Command:
+        """Failover: be the weights of the engine before, and of its epoch.  If they cannot be read again, nothing is
+        served."""
+        reason = ""
+        if not was.dropped:
+            reason = "they were pushed, not read from files" if was.pushed else (yield from self._read_again(was))
+        if reason:
+            self.quarantine = (
+                f"the engine was replaced, and the weights of version {was.weight_version} could not be restored "
+                f"({reason}): push weights"
+            )
+            self._memory.fire("mismatch")
+            self._set_epoch(self.version, Origin(), was.epoch + 1)
+        elif self.epoch != was.epoch:
+            self._set_epoch(was.weight_version, Origin(was.source, was.stamp, was.pushed), was.epoch)
+        if was.lost:
+            self.quarantine = was.quarantine
+            self._memory.fire("mismatch")
+        self.failure = "the engine ended while the weight update was open" if was.state == "updating" else was.failure
+
+    def _read_again(self, was: Status) -> Generator[Wait, Any, str]:
+        """Load the weights of a directory, if they came from one; returns why that failed, or ""."""
+        yield from ()
+        return "" if was.source is None else "this server reads weights at its start only"
+
+    def recompute_kv(self) -> None:
+        """Take the KV from all requests at a step boundary; nothing of it is found again in this epoch."""
+        self._scheduler.preempt_all()
+        for request in self._requests.live:
+            request.restart_prompt()
 
     def _background(self, method: str, **args: Any) -> Generator[Wait, Any, Any]:
         """Call the executor's background thread; raises what it raises."""
         future = self._executor.background(method, args)
         yield future
         return future.result()
-
-    # --- commands ---
-
-    @command("weight_checksums")
-    def weight_checksums(self) -> Command:
-        """Digests of the weights in memory, by name."""
-        if not self.loaded:
-            raise Conflict("there are no weights to look at now")
-        return (yield from self._background("checksums"))
-
-    @command("checkpoint_checksums")
-    def checkpoint_checksums(self) -> Command:
-        """Checksums of the tensors that the weights were loaded from: {"checkpoint": by name, "tied": aliases}."""
-        if not self.loaded:
-            raise Conflict("there are no weights to look at now")
-        if self.modified_by_rpc:
-            raise Conflict("a worker call may have changed the weights since they were loaded")
-        return (yield from self._background("checkpoint_checksums"))
-
-    @command("weights_checksum")
-    def weights_checksum(self) -> Command:
-        """The checksum of all weights; computed if it is not known."""
-        if not self.loaded:
-            raise Conflict("there are no weights to look at now")
-        if self.checksum is None:
-            num_changes = self._num_changes
-            checksum = yield from self._background("weights_checksum")
-            if self._num_changes != num_changes:
-                return (yield from self.weights_checksum())
-            self._set_checksum(checksum)
-        return self.checksum
-
-    @command("weight_coordinates")
-    def weight_coordinates(self) -> Command:
-        """The tensors in which deltas count elements."""
-        return (yield from self._background("weight_coordinates"))
