@@ -122,7 +122,8 @@ def test_render_generate_and_derender_in_msgpack() -> None:
 
 def test_what_a_rendered_chat_looks_like() -> None:
     s = site(says("a"))
-    assert good(s.post(CHAT + "/render", {"messages": MESSAGES})) == {
+    assert good(s.post(CHAT + "/render", {"messages": MESSAGES, "request_id": "r"})) == {
+        "request_id": "r",
         "token_ids": ids("user:hi;assistant:"),
         "sampling_params": {},
         "model": "tiny",

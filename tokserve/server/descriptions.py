@@ -187,6 +187,8 @@ FIELDS: dict[str, str] = {
 FIELDS |= dict.fromkeys(
     (
         "token_offsets",
+        "prompt_text",
+        "assistant_tokens_mask",
         "reasoning_ended",
         "reasoning_parser_kwargs",
         "flat_logprobs",

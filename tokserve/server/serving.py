@@ -56,7 +56,7 @@ from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.protocol.prompt import TokenPrompt
 from tokserve.server.generation import Generation, Observer
 from tokserve.server.http import declared
-from tokserve.server.http.body import encode_json, given_rank, given_request_id
+from tokserve.server.http.body import RENDERED, encode_json, given_rank, given_request_id
 from tokserve.server.http.body_reader import BodyReader
 from tokserve.server.http.disconnect import CancelOnDisconnect
 from tokserve.server.http.workers import off_loop
@@ -315,8 +315,11 @@ class Serving:
         """The request's id: the client's, or a new one.  From here on, aborts find the request, unless `is_sent` is
         False: it never goes to the engine."""
         if PREPARATION not in request.scope:
-            client_id = request.scope[GIVEN_ID] = given_request_id(request, body.request_id)
+            client_id = given_request_id(request, body.request_id, header_wins=not is_sent)
             request_id = client_id or secrets.token_hex(16)
+            if request_id.startswith(RENDERED):  # made by render: it may be sent many times at once
+                request_id, client_id = f"{request_id}-{secrets.token_hex(8)}", None
+            request.scope[GIVEN_ID] = client_id
             log.request_id.set(bare_id(request_id))  # in this request's task: what it logs from here on carries the id
             request.scope[PREPARATION] = Preparation(self.llm, request_id, body.group_id, is_sent=is_sent)
         preparation: Preparation = request.scope[PREPARATION]

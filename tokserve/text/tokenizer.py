@@ -178,6 +178,17 @@ class Tokenizer:
         except TypeError:
             raise RequestError("text must be valid Unicode, but it holds half of a surrogate pair") from None
 
+    def encode_with_offsets(
+        self, text: str, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of `text`, and the place of each in it: of its first code point and of the one after its last.
+        Special tokens that are added have (0, 0).  Raises RequestError for invalid Unicode."""
+        try:
+            encoded = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError:
+            raise RequestError("text must be valid Unicode, but it holds half of a surrogate pair") from None
+        return encoded.ids, encoded.offsets
+
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
         """Token ids of two texts, joined with special tokens as the tokenizer joins a pair, and the first position of
         the second type, -1 for none.  Raises RequestError."""

@@ -7,6 +7,7 @@ on a tokens-only server of the same model (except for stop strings, which need a
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import msgspec
@@ -14,12 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.client.inputs import GenerateRequest
-from tokserve.dialects.openai import chat, completions, schemas
+from tokserve.dialects.openai import chat, chat_prompts, completions, render_extras, responses, schemas
 from tokserve.features.beams.beam_fields import refuse_beams
 from tokserve.features.images import request_images
 from tokserve.protocol.params import SamplingParams
 from tokserve.server.http import declared
-from tokserve.server.http.body import given_request_id, reply
+from tokserve.server.http.body import RENDERED, given_request_id, reply
 from tokserve.server.http.workers import off_loop
 from tokserve.server.serving import Serving
 from tokserve.server.tokens.generate import OptionFields, StreamOptions
@@ -35,6 +36,9 @@ class Rendered(OptionFields, kw_only=True, omit_defaults=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     features: Any = None
+    token_offsets: list[list[int]] | None = None
+    prompt_text: str | None = None
+    assistant_tokens_mask: list[int] | None = None
 
 
 class TokenizerDescription(msgspec.Struct):
@@ -64,9 +68,12 @@ async def rendered_chat(serving: Serving, request: Request, call: chat.ChatCall)
     refuse_beams(call.beams)
     forbidden = await serving.check(request, call.generate, [call.prompt], call.fields)
     echo = bool(call.body.return_token_ids) or call.params.prompt_logprobs is not None
-    request_id = given_request_id(request, call.body.request_id)
+    request_id = _request_id(request, call.body)
     params = _portable(call.params, forbidden)
     rendered = _rendered(serving, call.body, params, call.generate, call.ids, echo=echo, request_id=request_id)
+    if render_extras.asked_for(call.body):
+        extras = await off_loop(request, 8 * len(call.ids), lambda: _chat_extras(serving, call))
+        rendered = msgspec.structs.replace(rendered, **extras._asdict())
     reader = serving.images
     if reader is not None and call.prompt.features:
         request_images.keep(call.prompt, serving.features, call.generate.options.cache_salt or "")
@@ -78,6 +85,12 @@ async def rendered_chat(serving: Serving, request: Request, call: chat.ChatCall)
     return reply(request, rendered, _headers(request_id, call.ignored))
 
 
+async def render_responses(serving: Serving, request: Request) -> Response:
+    """POST /v1/responses/render: the input as a token request"""
+    call = (await responses.read(serving, request, replies=False)).chat
+    return await rendered_chat(serving, request, call)
+
+
 async def render_completions(serving: Serving, request: Request) -> Response:
     """POST /v1/completions/render: the prompts as token requests, one for each"""
     call = await completions.read(serving, request, replies=False)
@@ -86,18 +99,34 @@ async def render_completions(serving: Serving, request: Request) -> Response:
     body = call.body
     params = _portable(call.params, forbidden)
     echo = bool(body.return_token_ids or body.echo) or call.params.prompt_logprobs is not None
-    request_id = given_request_id(request, body.request_id)
-    several = request_id is not None and len(call.ids) > 1
-    names = [f"{request_id}-{index}" if several else request_id for index in range(len(call.ids))]
-    rendered = [
-        _rendered(serving, body, params, call.generate, ids, echo=echo, request_id=name)
-        for ids, name in zip(call.ids, names, strict=True)
-    ]
+    request_id = _request_id(request, body)
+    several = len(call.ids) > 1
+    special = body.add_special_tokens is not False
+
+    def rendered_prompt(index: int, ids: list[int]) -> Rendered:
+        name = f"{request_id}-{index}" if several else request_id
+        one = _rendered(serving, body, params, call.generate, ids, echo=echo, request_id=name)
+        extras = render_extras.of_text(serving, body, call.prompts[index], ids, special)
+        return msgspec.structs.replace(one, **extras._asdict())
+
+    size = 8 * sum(map(len, call.ids)) if render_extras.asked_for(body) else 0
+    rendered = await off_loop(request, size, lambda: [rendered_prompt(i, ids) for i, ids in enumerate(call.ids)])
     return reply(request, rendered, _headers(request_id, call.ignored))
 
 
-def _headers(request_id: str | None, ignored: list[str]) -> dict[str, str]:
-    return ({"X-Request-Id": request_id} if request_id else {}) | schemas.ignored_header(ignored)
+def _request_id(request: Request, body: schemas.TextBody) -> str:
+    """The id of the rendered request: the client's, from the header rather than the body, or a new one."""
+    return given_request_id(request, body.request_id, header_wins=True) or f"{RENDERED}{secrets.token_hex(16)}"
+
+
+def _chat_extras(serving: Serving, call: chat.ChatCall) -> render_extras.PromptExtras:
+    body = call.body
+    options = chat_prompts.template_options(serving, body, body.reasoning_effort, None)
+    return render_extras.of_chat(serving, body, options, call.ids)
+
+
+def _headers(request_id: str, ignored: list[str]) -> dict[str, str]:
+    return {"X-Request-Id": request_id} | schemas.ignored_header(ignored)
 
 
 def _portable(params: SamplingParams, forbidden: list[list[int]]) -> SamplingParams:
@@ -113,7 +142,7 @@ def _rendered(
     ids: list[int],
     *,
     echo: bool,
-    request_id: str | None,
+    request_id: str,
 ) -> Rendered:
     """`echo`: the reply must repeat the prompt, which `derender` needs."""
     options = None

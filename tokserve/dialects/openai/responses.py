@@ -173,10 +173,10 @@ async def stored(serving: Serving, request: Request) -> Response:
     )
 
 
-async def read(serving: Serving, request: Request) -> ResponsesCall:
-    """The body, and the chat call made from it; errors name the fields of the body."""
+async def read(serving: Serving, request: Request, *, replies: bool = True) -> ResponsesCall:
+    """The body, and the chat call made from it; errors name the fields of the body.  `replies` as of `chat.read`."""
     request_body, ignored, size = await schemas.read(serving, request, ResponsesBody)
-    schemas.check_stream(request_body, body.wants_msgpack(request))
+    schemas.check_stream(request_body, replies and body.wants_msgpack(request))
     if isinstance(request_body.input, list):
         serving.check_messages(request_body.input, "input")
     table = ToolTable()
@@ -195,7 +195,7 @@ async def read(serving: Serving, request: Request) -> ResponsesCall:
         left_out = table.left_out + conversation.left_out
         if left_out and serving.config.server.strict:
             raise invalid(f"{left_out[0]}.type", "is one that only OpenAI's servers can use", code="unsupported")
-        call = await chat.call_of(serving, request, as_chat, [], size)
+        call = await chat.call_of(serving, request, as_chat, [], size, replies=replies)
     except RequestError as error:
         if error.field is not None:
             errors.renamed(error, _responses_field(error.field, conversation.fields, table))

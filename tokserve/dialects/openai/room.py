@@ -16,6 +16,7 @@ ROOM = Room(
         "/v1/responses/{id}/cancel",
         "/v1/chat/completions/render",
         "/v1/completions/render",
+        "/v1/responses/render",
         "/v1/chat/completions/derender",
         "/v1/completions/derender",
         "/tokenizer_info",

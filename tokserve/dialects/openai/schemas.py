@@ -147,6 +147,8 @@ class TextBody(_TextFields):  # type: ignore[misc]
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     return_weight_versions: bool | None = None
+    return_token_offsets: bool | None = None  # this and the next: of render
+    return_prompt_text: bool | None = None
 
 
 class TemplateFields(BaseModel):
@@ -174,6 +176,7 @@ class ChatBody(TextBody, TemplateFields):
     include_reasoning: bool | None = None
     mm_payload: Literal["tensors", "none"] | None = None
     return_mm_kwargs: bool | None = None
+    return_assistant_tokens_mask: bool | None = None  # of render
 
     @property
     def separates_reasoning(self) -> bool:

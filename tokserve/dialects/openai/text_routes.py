@@ -29,6 +29,15 @@ ENDPOINTS = (
     ),
     Endpoint(
         POST,
+        "/v1/responses/render",
+        render.render_responses,
+        schemas.ResponsesBody,
+        text=True,
+        reply=render.Rendered,
+        raises=PROMPT,
+    ),
+    Endpoint(
+        POST,
         "/v1/completions/render",
         render.render_completions,
         schemas.CompletionBody,

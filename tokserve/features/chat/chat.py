@@ -15,7 +15,7 @@ from typing import Any
 from tokserve.base.errors import RequestError, StartError, invalid
 from tokserve.features.chat import histories
 from tokserve.features.chat.histories import REASONING_NAMES, Message, joined
-from tokserve.features.chat.jinja import FAULTS, compiled, render, variables_of
+from tokserve.features.chat.jinja import FAULTS, compiled, render, render_marked, variables_of
 from tokserve.features.chat.missing_ids import missing_id
 from tokserve.features.chat.special_text import HiddenTexts, SpecialTexts, Treatment
 from tokserve.features.chat.template_probes import (
@@ -164,6 +164,17 @@ class ChatTemplate:
         rendered, hidden = self._render(messages, **options)
         return rendered if hidden is None else hidden.restored(rendered)
 
+    def generation_spans(self, messages: Sequence[Message], **options: Any) -> list[tuple[int, int]] | None:
+        """Where the parts lie in the conversation's text that the template marks as the assistant's, with
+        `{% generation %}`; None: it marks none.  `options` are those of `text`."""
+        spans: list[list[tuple[int, int]]] = []
+        rendered, hidden = self._render(messages, spans=spans, **options)
+        if not spans:
+            return None
+        if hidden is not None and hidden.restored(rendered) != rendered:
+            raise invalid("messages", "must not spell special tokens where the assistant's part is marked")
+        return spans[0]
+
     def _render(
         self,
         messages: Sequence[Message],
@@ -176,8 +187,9 @@ class ChatTemplate:
         kwargs: Mapping[str, Any] | None = None,
         must_show_tools: bool = True,
         images: ImageSlots | None = None,
+        spans: list[list[tuple[int, int]]] | None = None,
     ) -> tuple[str, HiddenTexts | None]:
-        """The conversation as text, and what is hidden in it."""
+        """The conversation as text, and what is hidden in it.  `spans`: takes those of `generation_spans`."""
         continue_final_message = histories.is_continued(messages) or continue_final_message
         if add_generation_prompt and continue_final_message:
             raise invalid("continue_final_message", "and add_generation_prompt exclude each other")
@@ -206,7 +218,7 @@ class ChatTemplate:
             marked = _marked_content(chat, mark)
         field = "messages" if template is None else "chat_template"
         try:
-            rendered = render(source, variables | {"messages": chat}, field)
+            rendered = _rendered(source, variables | {"messages": chat}, field, spans)
         except RequestError:
             if path := missing_id(messages, chat, lambda filled: _renders(source, variables | {"messages": filled})):
                 raise invalid(path, "is required: the chat template needs it") from None
@@ -303,6 +315,15 @@ class ChatTemplate:
                 field="chat_template",
             )
         return self._templates[name]
+
+
+def _rendered(source: str, variables: dict[str, Any], field: str, spans: list[list[tuple[int, int]]] | None) -> str:
+    """The template's text.  `spans`: takes those of its parts that are marked, if any are."""
+    marked = None if spans is None else render_marked(source, variables, field)
+    if spans is None or marked is None:
+        return render(source, variables, field)
+    spans.append(marked[1])
+    return marked[0]
 
 
 def _renders(source: str, variables: dict[str, Any]) -> bool:

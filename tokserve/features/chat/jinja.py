@@ -6,7 +6,10 @@ A template may come with a request: what it raises becomes a RequestError.
 from __future__ import annotations
 
 import json
+import re
+import secrets
 from collections.abc import Callable
+from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -32,12 +35,17 @@ FAULTS = (
 )
 
 
+_MARKS: ContextVar[tuple[str, str]] = ContextVar("generation marks", default=("", ""))
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+
+
 class _Refusal(jinja2.TemplateError):
     """Raised when the template calls raise_exception."""
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's part for trainers; here only its body is rendered."""
+    """`{% generation %}` marks the assistant's part for trainers: only its body is rendered, between two marks if
+    `render_marked` asks for them."""
 
     tags = {"generation"}
 
@@ -48,7 +56,8 @@ class _Generation(Extension):
 
     @staticmethod
     def _print(caller: Callable[[], str]) -> str:
-        return caller()
+        begin, end = _MARKS.get()
+        return f"{begin}{caller()}{end}"
 
 
 def _raise_exception(message: str) -> None:
@@ -95,3 +104,23 @@ def render(source: str, variables: dict[str, Any], field: str) -> str:
         raise RequestError(f"the chat template is not a valid Jinja template: {error}", field=field) from None
     except FAULTS as error:
         raise RequestError(f"the chat template cannot render these messages: {error}", field=field) from None
+
+
+def render_marked(source: str, variables: dict[str, Any], field: str) -> tuple[str, list[tuple[int, int]]] | None:
+    """The template's text, and where its `{% generation %}` blocks lie in it; None: it has none.  Raises RequestError
+    as `render` does."""
+    if not _GENERATION.search(source):
+        return None
+    begin, end = (f"{{{secrets.token_hex(16)}}}" for _ in range(2))
+    token = _MARKS.set((begin, end))
+    try:
+        marked = render(source, variables, field)
+    finally:
+        _MARKS.reset(token)
+    parts, spans, length = [], [], 0
+    for index, piece in enumerate(re.split(f"{re.escape(begin)}|{re.escape(end)}", marked)):
+        if index % 2:  # between a first mark and a second
+            spans.append((length, length + len(piece)))
+        parts.append(piece)
+        length += len(piece)
+    return "".join(parts), spans

@@ -126,11 +126,14 @@ def given_rank(request: Request, rank: int | None) -> int | None:
     return int(header)
 
 
-def given_request_id(request: Request, request_id: str | None) -> str | None:
-    """The client's own id, from the X-Request-Id header or the body (`request_id`).  Raises if they differ, or it is no
-    id."""
+RENDERED = "rendered-"  # begins the ids that render makes
+
+
+def given_request_id(request: Request, request_id: str | None, *, header_wins: bool = False) -> str | None:
+    """The client's own id, from the X-Request-Id header or the body (`request_id`).  Raises if they differ, unless
+    `header_wins`, or it is no id."""
     header = request.headers.get("x-request-id")
-    if header and request_id and header != request_id:
+    if header and request_id and header != request_id and not header_wins:
         raise RequestError("request_id differs from the X-Request-Id header; send one of them", field="request_id")
     chosen = header or request_id
     if chosen is not None and not is_id(chosen):

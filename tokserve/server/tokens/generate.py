@@ -90,7 +90,9 @@ class _Generate(OptionFields, kw_only=True, forbid_unknown_fields=True, omit_def
     ec_transfer_params: Any = None
     features: Any = None
     content_parts: Any = None
-    token_offsets: Any = None  # this and the next two: what vLLM's render adds; no effect here
+    token_offsets: Any = None  # this and the next four: what render adds; no effect here
+    prompt_text: Any = None
+    assistant_tokens_mask: Any = None
     reasoning_ended: Any = None
     reasoning_parser_kwargs: Any = None
     routed_experts_prompt_start: Count | None = None  # as in sampling_params
