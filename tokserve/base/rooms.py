@@ -48,6 +48,8 @@ class Room:
     `paths`: of `text_endpoints`, or with `needs` of all endpoints: where they are not imported, errors refer to them.
     `headers`: a function of a request and an AsyncLLM that returns headers of replies to requests for tokens.
     `conversations`: a function of a `Serving` that returns an observer of text conversations, or None.
+    `shared`: a function of a `Config` that returns what the supervisor of several API processes hosts for them, with an
+    `address` and an asynchronous `close`, or None.
     `commands`: a tuple of `protocol.commands.AdminCommand`.
     `engine`, `runner`: a function that makes the room's feature of an engine or of a model runner, or None.
     `columns`: a tuple of output values.
@@ -62,6 +64,7 @@ class Room:
     paths: tuple[str, ...] = ()
     headers: str = ""
     conversations: str = ""
+    shared: str = ""
     commands: str = ""
     engine: str = ""
     runner: str = ""

@@ -14,11 +14,13 @@ import signal
 import socket
 import time
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
 from tokserve.base.errors import EngineDead, StartError
 from tokserve.base.processes import describe_exit
+from tokserve.base.rooms import contributions
 from tokserve.cli import listen
 from tokserve.cli.http import Signals
 from tokserve.client.async_llm import AsyncLLM
@@ -84,6 +86,7 @@ class Supervisor:
         self._counters = create_shared_memory(self._count)
         self._created = int(time.time())
         self._processes: dict[int, ApiChildProcess] = {}
+        self._services: dict[str, Any] = {}  # what it hosts for the API processes, by the name of a room
         self._num_started = 0
         self._stopping = False
 
@@ -94,6 +97,8 @@ class Supervisor:
             await asyncio.sleep(0)  # starts the engine's process, or fails
             if tasks[0].done():
                 tasks[0].result()
+            services = ((name, make(self._config)) for name, make in contributions("shared"))
+            self._services = {name: service for name, service in services if service is not None}
             for index in range(self._count):
                 self._launch(index)
             tasks.append(asyncio.create_task(self._all_ready()))
@@ -111,7 +116,8 @@ class Supervisor:
         address, pid = self.llm.engine
         self._num_started += 1
         name = f"api-{index}-{self._num_started}"
-        api_process = ApiProcess(index, self._created, self._counters)
+        services = {room: service.address for room, service in self._services.items()}
+        api_process = ApiProcess(index, self._created, self._counters, services)
         setup = ApiProcessSetup(self._config, name, address, pid, self._sockets[index].fileno(), api_process)
         try:
             self._processes[index] = ApiChildProcess(setup)
@@ -195,6 +201,8 @@ class Supervisor:
         """Stop the processes and the engine, and close the sockets and the shared memory."""
         await asyncio.gather(*(process.stop(0.0) for process in self._processes.values()))
         await self.llm.shutdown()
+        for service in self._services.values():
+            await service.close()
         for listener in self._sockets[1:]:
             listener.close()
         os.close(self._counters)

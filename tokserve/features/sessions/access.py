@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Protocol
 
 from starlette.requests import Request
 
-from tokserve.config import Config
-from tokserve.features.sessions.calls import SessionCall, SessionNotice, SessionService
-from tokserve.features.sessions.options import SessionOptions
-from tokserve.features.sessions.store import SessionStore
+from tokserve.features.sessions.calls import SessionCall, SessionNotice, SessionService, make_service
+from tokserve.features.sessions.host import RemoteSessions
 from tokserve.server.http.auth import ACCEPTED
 from tokserve.server.serving import Serving
 
+ROOM = "sessions"  # the name of the service that the supervisor hosts
 NO_OWNER = ""  # of all sessions of a server without API keys
 
 
@@ -39,20 +39,17 @@ class LocalSessions:
         notice.apply(self._service)
 
 
-def make_service(config: Config) -> SessionService:
-    """An empty store within the bounds of the options."""
-    options = config.options_of(SessionOptions)
-    store = SessionStore(
-        max_sessions=options.max_sessions, max_bytes=options.max_session_bytes, ttl=options.session_ttl
-    )
-    return SessionService(store)
-
-
 def sessions_of(serving: Serving) -> Sessions:
     """The sessions of this server, which has them."""
     state = serving.state
     if not hasattr(state, "sessions"):
-        state.sessions = LocalSessions(make_service(serving.config))
+        address = serving.api_process.services.get(ROOM)
+        if address is None:
+            service = make_service(serving.config)
+            state.session_sweep = asyncio.get_running_loop().create_task(service.sweep())
+            state.sessions = LocalSessions(service)
+        else:
+            state.sessions = RemoteSessions(address)
     sessions: Sessions = state.sessions
     return sessions
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
+from tokserve.config import Config
 from tokserve.features.sessions.canonical import PromptContext
+from tokserve.features.sessions.options import SessionOptions
 from tokserve.features.sessions.store import SessionStore, summary
 from tokserve.features.sessions.turns import Match, Session, Summary, TurnAnswer, TurnPrompt
 
@@ -66,8 +67,19 @@ class SessionService:
                 self.changed()
 
 
+def make_service(config: Config) -> SessionService:
+    """An empty store within the bounds of the options."""
+    options = config.options_of(SessionOptions)
+    store = SessionStore(
+        max_sessions=options.max_sessions, max_bytes=options.max_session_bytes, ttl=options.session_ttl
+    )
+    return SessionService(store)
+
+
 class SessionCall(msgspec.Struct, tag=True):
-    """A call; `run` returns its result."""
+    """A call; `run` returns its result, of the type `result`."""
+
+    result: ClassVar[Any]
 
     async def run(self, service: SessionService) -> Any:
         raise NotImplementedError
@@ -84,6 +96,8 @@ class FindTurn(SessionCall):
     """The turn that a conversation continues; see `SessionStore.match`.  `expects_answer`: the digests of those of its
     prefixes that an answer follows: if one of them is being answered, its end is waited for."""
 
+    result: ClassVar[Any] = Match
+
     owner: str
     session_id: str
     context: PromptContext
@@ -95,8 +109,7 @@ class FindTurn(SessionCall):
         while service.store.is_running(self.owner, self.session_id, self.expects_answer):
             if not await service.wait(deadline):
                 break
-        match = service.store.match(self.owner, self.session_id, self.context, self.digests, time.time())
-        return match
+        return service.store.match(self.owner, self.session_id, self.context, self.digests, time.time())
 
 
 class BeginRequest(SessionNotice):
@@ -148,6 +161,8 @@ class EndRequest(SessionNotice):
 class CreateSession(SessionCall):
     """Makes a session; the result is its id."""
 
+    result: ClassVar[Any] = str
+
     owner: str
     session_id: str | None
     metadata: dict[str, Any]
@@ -158,6 +173,8 @@ class CreateSession(SessionCall):
 
 class ListSessions(SessionCall):
     """Sessions in a state (None: in any), once there is one, or after `wait` seconds."""
+
+    result: ClassVar[Any] = list[Summary]
 
     owner: str
     state: str | None
@@ -176,6 +193,8 @@ class ListSessions(SessionCall):
 class ReadSession(SessionCall):
     """A session with its turns."""
 
+    result: ClassVar[Any] = Session
+
     owner: str
     session_id: str
 
@@ -186,6 +205,8 @@ class ReadSession(SessionCall):
 class SummarizeSession(SessionCall):
     """A session without its turns."""
 
+    result: ClassVar[Any] = Summary
+
     owner: str
     session_id: str
 
@@ -195,6 +216,8 @@ class SummarizeSession(SessionCall):
 
 class CloseSession(SessionCall):
     """No request of the session is expected any more."""
+
+    result: ClassVar[Any] = Summary
 
     owner: str
     session_id: str
@@ -208,6 +231,8 @@ class CloseSession(SessionCall):
 class DeleteSession(SessionCall):
     """Drops a session."""
 
+    result: ClassVar[Any] = None
+
     owner: str
     session_id: str
 
@@ -218,6 +243,8 @@ class DeleteSession(SessionCall):
 
 class AddMetadata(SessionCall):
     """Adds names to the metadata of a session, or of one of its turns."""
+
+    result: ClassVar[Any] = Summary
 
     owner: str
     session_id: str
@@ -233,6 +260,8 @@ class AddMetadata(SessionCall):
 class NextSession(SessionCall):
     """A closed session that no trainer has, once there is one; None after `wait` seconds.  It is the caller's for
     `lease` seconds."""
+
+    result: ClassVar[Any] = Session | None
 
     owner: str
     wait: float
@@ -254,26 +283,23 @@ class NextSession(SessionCall):
 class CountSessions(SessionCall):
     """The counters of the store."""
 
+    result: ClassVar[Any] = SessionCounters
+
     async def run(self, service: SessionService) -> SessionCounters:
         counters = service.counters
         return msgspec.structs.replace(counters, sessions=len(service.store), num_bytes=service.store.num_bytes)
 
 
-CALLS = (
-    FindTurn,
-    CreateSession,
-    ListSessions,
-    ReadSession,
-    SummarizeSession,
-    CloseSession,
-    DeleteSession,
-    AddMetadata,
-    NextSession,
-    CountSessions,
+AnyCall = (
+    FindTurn
+    | CreateSession
+    | ListSessions
+    | ReadSession
+    | SummarizeSession
+    | CloseSession
+    | DeleteSession
+    | AddMetadata
+    | NextSession
+    | CountSessions
 )
-NOTICES = (BeginRequest, AddTurn, EndRequest)
-
-
-def kinds() -> Sequence[type[SessionCall | SessionNotice]]:
-    """All calls and notices."""
-    return (*CALLS, *NOTICES)
+AnyNotice = BeginRequest | AddTurn | EndRequest

@@ -112,11 +112,12 @@ class SessionHook:
         return planning.new_ids(match, conversation.messages, self._suffixes, options)
 
     def _rank(self, session_id: str) -> int | None:
-        """The engine of a session, among several."""
+        """The engine of a session, among several; None: any, as there is one only, or that engine is being replaced."""
         count = self._serving.config.parallel.data_parallel_size
         if count == 1:
             return None
-        return int.from_bytes(hashlib.blake2b(session_id.encode(), digest_size=8).digest(), "little") % count
+        rank = int.from_bytes(hashlib.blake2b(session_id.encode(), digest_size=8).digest(), "little") % count
+        return None if any(one.rank == rank and one.down for one in self._serving.llm.reports) else rank
 
     def _log(self, reason: str) -> None:
         """Log why a conversation continues no turn, each reason once."""

@@ -24,5 +24,6 @@ ROOM = Room(
         "/sessions/{id}/v1/models",
         "/sessions/{id}/tokenize",
     ),
+    shared="tokserve.features.sessions.host:make_host",
     conversations="tokserve.features.sessions.hook:make_hook",
 )
