@@ -38,12 +38,12 @@ def tree(client: Server | httpx.Client, session: str) -> list[dict[str, Any]]:
 def prompts(turns: list[dict[str, Any]]) -> dict[str, list[int]]:
     """The whole prompt of each turn."""
     by_id = {turn["turn_id"]: turn for turn in turns}
-    whole: dict[str, list[int]] = {}
+    rendered: dict[str, list[int]] = {}
     for turn in turns:
         parent = turn["parent"]
-        before = [] if parent is None else whole[parent] + by_id[parent]["token_ids"]
-        whole[turn["turn_id"]] = before + turn["new_prompt_ids"]
-    return whole
+        before = [] if parent is None else rendered[parent] + by_id[parent]["token_ids"]
+        rendered[turn["turn_id"]] = before + turn["new_prompt_ids"]
+    return rendered
 
 
 def check_scores(server: Server, turns: list[dict[str, Any]], model: str | None = None, first: int = 0) -> None:
