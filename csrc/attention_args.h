@@ -42,16 +42,25 @@ struct AttentionArgs {
   const void* q_rope;
 };
 
-// Consecutive queries of one request, all heads of one group: one attention task.
-struct AttentionTile {
+// Consecutive queries of one request.
+struct AttentionMember {
   const int32_t* pages;  // this request's row of the block table
   int64_t token;         // first query's row in q and out
   int64_t position;      // first query's absolute position
-  int64_t queries;       // queries * (heads / kv_heads) <= max(kQueryRows or kLatentRows, heads / kv_heads)
+  int64_t queries;
+  int64_t end;     // of the keys that each query sees; 0: a query sees those up to its own position
+  int64_t shared;  // so many positions, from 0 on, are in the same pages as those of the tile's member before this one
+};
+
+// One attention task: all heads of one group of the queries of one request, or of several that have their first pages
+// in common.  Blocks of keys that adjacent members share are read once for all of them.
+struct AttentionTile {
+  const AttentionMember* members;
+  int64_t count;    // of members
+  int64_t queries;  // of all; queries * (heads / kv_heads) <= max(kQueryRows or kLatentRows, heads / kv_heads)
   int64_t kv_head;
   int64_t split_begin, split_end;  // splits with keys that some query of the tile sees
   bool next_head;                  // the next call has the same queries of the next head: its first keys are prefetched
-  int64_t end = 0;                 // of the keys that each query sees; 0: a query sees those up to its own position
 };
 
 // Gradients of causal attention, its keys and values in rows of their own instead of pages.

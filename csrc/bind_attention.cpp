@@ -1,8 +1,11 @@
 // Bindings of the store into the KV pages and of attention over them: all indices are checked here, once per call.
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 
+#include <atomic>
 #include <vector>
 
+#include "attention_tiles.h"
 #include "bind.h"
 
 namespace nb = nanobind;
@@ -10,6 +13,10 @@ namespace nb = nanobind;
 namespace tokserve {
 
 namespace {
+
+// Of all calls: keys that queries saw, counted once per request, tile and layer, and those that were not read for it
+// alone.
+std::atomic<int64_t> keys_seen{0}, keys_shared{0};
 
 void store_kv(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots) {
   const char* op = "store_kv";
@@ -40,49 +47,6 @@ void store_kv(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Ten
     over_rows(tokens, c.kv_heads * (10 + 0.4 * c.dim),
               [&](int64_t begin, int64_t end) { kernels().store_kv(a, begin, end); });
   });
-}
-
-// The rows of a batch.
-struct AttentionRows {
-  int64_t rows, tokens;
-  const int32_t* start;   // [rows + 1]
-  const int32_t* lens;    // [rows]
-  const int32_t* tables;  // [rows][width], `stride` apart
-  int64_t width, stride;
-  const bool* bidirectional = nullptr;  // [rows]: a row's queries see all of its keys; null: those up to themselves
-};
-
-// Divides the rows into tiles, without kv_head; returns their estimated cost in ns of one core.
-double make_tiles(const AttentionArgs& a, int64_t blocks, const AttentionRows& batch,
-                  std::vector<AttentionTile>& tiles) {
-  const char* op = "paged_attention";
-  const int32_t *start = batch.start, *lens = batch.lens;
-  require(start[0] == 0 && start[batch.rows] == batch.tokens, op, "query_start must go from 0 to T");
-  const int64_t group = a.heads / a.kv_heads, rows = a.q_rope ? kLatentRows : kQueryRows;
-  const int64_t max_queries = std::max<int64_t>(1, rows / group);
-  double cost = 0;
-  for (int64_t r = 0; r < batch.rows; r++) {
-    const int64_t queries = start[r + 1] - start[r], first = lens[r] - queries;
-    require(queries >= 0 && first >= 0, op, "a row has more queries than positions");
-    if (queries == 0) continue;
-    require(lens[r] <= batch.width * a.page, op, "a row is longer than its block table");
-    const int32_t* pages = batch.tables + r * batch.stride;
-    const auto first_key = [&](int64_t position) {
-      return a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
-    };
-    for (int64_t i = first_key(first) / a.page; i <= (lens[r] - 1) / a.page; i++) {
-      require(pages[i] >= 0 && pages[i] < blocks, op, "a page is outside the cache");
-    }
-    for (int64_t q = 0; q < queries; q += max_queries) {
-      const int64_t count = std::min(max_queries, queries - q), position = first + q;
-      const int64_t end = batch.bidirectional && batch.bidirectional[r] ? lens[r] : 0;
-      const int64_t last = end > 0 ? end - 1 : position + count - 1;
-      tiles.push_back(
-          {pages, start[r] + q, position, count, 0, first_key(position) / kSplit, last / kSplit + 1, false, end});
-      cost += (last - first_key(position) + kKeyBlock) * (0.1 + 0.02 * count * group) * a.dim * a.kv_heads;
-    }
-  }
-  return cost;
 }
 
 // For few tiles with long contexts: splits go to different threads, then the partial results of each tile are merged.
@@ -155,11 +119,12 @@ AttentionRows rows_of(const Tensor& tables, const Tensor& start, const Tensor& l
 
 // The batch, in the calling thread if it is little work.
 void attend_rows(const AttentionArgs& a, int64_t blocks, const AttentionRows& batch) {
-  std::vector<AttentionTile> tiles;
-  const double cost = make_tiles(a, blocks, batch, tiles);
-  if (cost < 15000.0) return attend(a, tiles, false);
+  const AttentionTiles work = make_tiles(a, blocks, batch, pool().threads());
+  keys_seen.fetch_add(work.keys, std::memory_order_relaxed);
+  keys_shared.fetch_add(work.shared, std::memory_order_relaxed);
+  if (work.cost < 15000.0) return attend(a, work.tiles, false);
   const Unlocked unlocked;
-  attend(a, tiles, pool().threads() > 1);
+  attend(a, work.tiles, pool().threads() > 1);
 }
 
 void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& tables,
@@ -240,6 +205,7 @@ void bind_attention(nb::module_& m) {
         nb::arg("start"), nb::arg("lens"), nb::arg("scale"), nb::arg("window"), nb::arg("softcap"),
         nb::arg("sinks").none(), nb::arg("out"), nb::arg("bidirectional").none() = nb::none());
   m.def("latent_attention", latent_attention);
+  m.def("attention_keys", [] { return std::pair(keys_seen.load(), keys_shared.load()); });
 }
 
 }  // namespace tokserve

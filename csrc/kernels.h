@@ -28,6 +28,7 @@ constexpr int64_t kLoraRows = 4;
 // more.
 constexpr int64_t kQueryRows = 32;
 constexpr int64_t kLatentRows = 64;
+constexpr int64_t kMostMembers = 64;  // requests of one attention task
 // Tokens whose keys norm_rope_store holds before it writes them.
 constexpr int64_t kStoreRows = 16;
 // Log-sum-exp is taken over slices of this many logits, merged in ascending order.

@@ -32,20 +32,51 @@ Array slots_of(const Array& pages, int64_t page, int64_t length) {
   return slots;
 }
 
-// Consecutive queries, as many as one task takes, of one head.
-std::vector<AttentionTile> tiles_of(const Shape& s, const Array& pages) {
-  const int64_t group = s.heads / s.kv_heads, max_queries = kQueryRows / group > 1 ? kQueryRows / group : 1;
+struct Tiles {
+  std::vector<AttentionMember> members;
   std::vector<AttentionTile> tiles;
+};
+
+// Consecutive queries, as many as one task takes, of one head.
+Tiles tiles_of(const Shape& s, const Array& pages) {
+  const int64_t group = s.heads / s.kv_heads, max_queries = kQueryRows / group > 1 ? kQueryRows / group : 1;
+  Tiles all;
+  all.members.reserve(s.queries);
   for (int64_t q = 0; q < s.queries; q += max_queries) {
     const int64_t count = s.queries - q < max_queries ? s.queries - q : max_queries,
                   position = s.length - s.queries + q;
     const int64_t first = s.window > 0 && position >= s.window ? position - s.window + 1 : 0;
+    all.members.push_back({pages.as<int32_t>(), q, position, count, 0, 0});
     for (int64_t head = 0; head < s.kv_heads; head++) {
-      tiles.push_back({pages.as<int32_t>(), q, position, count, head, first / kSplit,
-                       (position + count - 1) / kSplit + 1, head + 1 < s.kv_heads});
+      all.tiles.push_back({&all.members.back(), 1, count, head, first / kSplit, (position + count - 1) / kSplit + 1,
+                           head + 1 < s.kv_heads});
     }
   }
-  return tiles;
+  return all;
+}
+
+// One task of requests that share pages: the first has `queries` queries, the others one each, and half as many pages
+// in common with the one before as that has; the rest of their pages is drawn from those that are full.
+Tiles group_of(const Shape& s, const Array& pages, std::vector<Array>& tables, Random& from) {
+  Tiles all;
+  all.members.push_back({pages.as<int32_t>(), 0, s.length - s.queries, s.queries, 0, 0});
+  int64_t queries = s.queries;
+  const int64_t blocks = (s.length + s.page - 1) / s.page, full = s.length / s.page;
+  for (int64_t shared = full; shared > 0; shared /= 2, queries++) {
+    const int32_t* before = all.members.back().pages;
+    Array table(Kind::i32, blocks);
+    for (int64_t i = 0; i < blocks; i++) {
+      table.as<int32_t>()[i] = i < shared ? before[i] : pages.as<int32_t>()[from.below(full)];
+    }
+    all.members.push_back({table.as<int32_t>(), queries, s.length - 1, 1, 0, shared * s.page});
+    tables.push_back(std::move(table));
+  }
+  const int64_t first = s.window > 0 ? s.length - s.queries - s.window + 1 : 0;
+  for (int64_t head = 0; head < s.kv_heads; head++) {
+    all.tiles.push_back({all.members.data(), static_cast<int64_t>(all.members.size()), queries, head,
+                         (first > 0 ? first : 0) / kSplit, (s.length - 1) / kSplit + 1, head + 1 < s.kv_heads});
+  }
+  return all;
 }
 
 void run_tiles(const Kernels& kernels, Results& results, const AttentionArgs& a,
@@ -105,7 +136,17 @@ void run_attend(const Kernels& kernels, Results& results, const Shape& s, DType 
                         nullptr,
                         s.dim,
                         nullptr};
-  run_tiles(kernels, results, a, tiles_of(s, pages), name, out);
+  run_tiles(kernels, results, a, tiles_of(s, pages).tiles, name, out);
+  if (s.queries > 3) return;
+  std::vector<Array> tables;
+  const Tiles grouped = group_of(s, pages, tables, from);
+  const int64_t queries = grouped.tiles[0].queries;
+  if (queries * s.heads / s.kv_heads > kQueryRows) return;
+  const Array group_q = random(dtype, queries * q_stride, from, range),
+              group_out(out.kind(), queries * s.heads * s.dim);
+  AttentionArgs of_group = a;
+  of_group.q = group_q.as<void>(), of_group.out = group_out.as<void>();
+  run_tiles(kernels, results, of_group, grouped.tiles, " of a group" + name, group_out);
 }
 
 // Rows are stored from a projection, then the last queries attend over them.  Groups are of all heads.
@@ -144,7 +185,7 @@ void run_latent(const Kernels& kernels, Results& results, const Shape& s, int64_
                         nullptr,
                         latent,
                         q_rope.as<void>()};
-  run_tiles(kernels, results, a, tiles_of(s, pages), name, out);
+  run_tiles(kernels, results, a, tiles_of(s, pages).tiles, name, out);
 }
 
 void run_qkv(const Kernels& kernels, Results& results, const Shape& s, DType dtype, DType weight_dtype, bool norm) {
