@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.sources import nodes
 from tokserve import config
+from tokserve.engine.request import Request
 
 PACKAGE = Path(__file__).parent.parent / "tokserve"
 CXX = sorted((PACKAGE.parent / "csrc").iterdir())
@@ -14,6 +15,7 @@ FILES = sorted(p for p in PACKAGE.rglob("*.py") if "demo_model" not in p.parts)
 MAX_FILE, MAX_FUNCTION, MAX_ENV, MAX_SKIPS = 700, 60, 5, 60
 MAX_TEST_FILE = 700
 MAX_CXX_FILE, MAX_CXX_FUNCTION, MAX_CXX_LINE = 400, 60, 120
+MAX_SCHEDULER, MAX_REQUEST = 350, 30
 BANNED = {"manager", "helper", "helpers", "util", "utils", "info", "data", "impl", "mixin", "v2"}
 RESOLVE = ("resolve.py", "option_checks.py", "engine_config.py")  # what knows all options
 OF_VLLM = {"data_1", "data_2"}  # names of its parameters
@@ -135,3 +137,9 @@ def test_the_formatter_is_taken_as_it_is() -> None:
     paths = (path for folder in folders for path in (PACKAGE.parent / folder).rglob("*.py"))
     marks = sum(line.endswith("# fmt: skip") for path in paths for line in path.read_text().splitlines())
     assert marks <= MAX_SKIPS
+
+
+def test_the_engine_s_core_stays_small() -> None:
+    lines = (PACKAGE / "engine" / "scheduler.py").read_text().splitlines()
+    assert len(lines) <= MAX_SCHEDULER, f"the scheduler has {len(lines)} lines"
+    assert len(Request.__slots__) <= MAX_REQUEST, f"a request has {len(Request.__slots__)} attributes"

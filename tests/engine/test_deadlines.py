@@ -76,7 +76,7 @@ def test_forgetting_keeps_what_still_counts_in_order() -> None:
         if rng.random() < 0.8:
             request.end("abort", "abort_user", 0.0)
         else:
-            request.admitted = 0.0
+            request.history.admitted = 0.0
             live.append((spec.options.deadline_ms, number))
     deadlines.tidy(len(live))
     assert len(deadlines) == len(live)

@@ -206,7 +206,7 @@ def test_spans_follow_the_weight_version() -> None:
 
 def test_times_are_seconds_since_receipt() -> None:
     request = make(max_tokens=2, ignore_eos=True)
-    request.admitted = 100.5
+    request.history.admitted = 100.5
     request.append([20], None, 0, 102.0)
     request.append([20], None, 0, 104.0)
     assert request.finish is not None

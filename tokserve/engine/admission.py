@@ -275,6 +275,6 @@ class Admission:
 
     def _drop_refused(self, request: Request) -> None:
         """Take out a request that is refused after all; no output tells its end."""
-        request.end("error", "error", request.received)
+        request.end("error", "error", request.history.received)
         self._scheduler.drop(request)
         self._registry.remove(request)

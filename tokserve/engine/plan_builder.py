@@ -142,10 +142,10 @@ class PlanBuilder:
         num_tokens = [row.num_tokens for row in rows]
         for index, row in enumerate(rows):
             request = requests[index]
-            table, sent = request.table.blocks, request.blocks_sent
-            if len(table) > sent:
-                blocks.append((request.slot, sent, table[sent:]))
-                request.blocks_sent = len(table)
+            table = request.table
+            if len(table.blocks) > table.num_sent:
+                blocks.append((request.slot, table.num_sent, table.blocks[table.num_sent :]))
+                table.num_sent = len(table.blocks)
             starts.append(request.num_computed)
             request.num_computed += num_tokens[index]
             if row.num_logits:

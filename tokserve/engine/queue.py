@@ -22,12 +22,12 @@ LONGEST_RETRY = 60  # seconds
 
 
 def fcfs(request: Request) -> Key:
-    return (0, request.arrival, request.number)
+    return (0, request.history.arrival, request.number)
 
 
 def priority(request: Request) -> Key:
     """The key for the order by priority, lower first, then by arrival."""
-    return (request.options.priority, request.arrival, request.number)
+    return (request.options.priority, request.history.arrival, request.number)
 
 
 POLICIES: dict[str, Policy] = {"fcfs": fcfs, "priority": priority}

@@ -33,8 +33,8 @@ class Submission:
         """
         requests = list(self.requests.values())
         running = sum(request.state is State.RUNNING for request in requests)
-        admitted = [request.admitted for request in requests if request.admitted is not None]
-        received = min(request.received for request in requests)
+        admitted = [request.history.admitted for request in requests if request.history.admitted is not None]
+        received = min(request.history.received for request in requests)
         return {
             "request_id": self.request_id,
             "group_id": self.group_id,
@@ -44,7 +44,7 @@ class Submission:
             "age": now - received,
             "queued": min(admitted) - received if admitted else None,
             "prompt_tokens": max(request.prompt_len for request in requests),
-            "cached_tokens": sum(request.cached_tokens or 0 for request in requests),
+            "cached_tokens": sum(request.history.cached_tokens or 0 for request in requests),
             "output_tokens": sum(request.num_output for request in requests),
             "max_tokens": max(request.limit - request.prompt_len for request in requests),
             "priority": min(request.options.priority for request in requests),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,22 +50,31 @@ class State(enum.Enum):
     ENDED = enum.auto()
 
 
+@dataclass(slots=True)
+class RequestHistory:
+    """What is reported of a request: when it came, by the front end's clock (`arrival`, for order only) and by the
+    engine's (`received`), when it first got a slot and a token, the tokens of its prompt that were cached then, and how
+    often it has lost its slot."""
+
+    arrival: float
+    received: float
+    admitted: float | None = None
+    first_token: float | None = None
+    cached_tokens: int | None = None
+    num_preemptions: int = 0
+
+
 class Request:
     """One choice.  Positions are counted from the start of the prompt.
 
-    `number`: in order of receipt.  `received`: the engine's clock.  `limit`: tokens of prompt and output together.
+    `number`: in order of receipt.  `limit`: tokens of prompt and output together.
     """
 
     __slots__ = (
-        "admitted",
-        "arrival",
-        "blocks_sent",
-        "cached_tokens",
         "client",
-        "features",
         "finish",
-        "first_token",
         "gates",
+        "history",
         "is_decoding",
         "joint",
         "kv_transfer_reply",
@@ -73,7 +83,6 @@ class Request:
         "listeners",
         "num_computed",
         "num_in_flight",
-        "num_preemptions",
         "num_settled",
         "number",
         "options",
@@ -81,20 +90,16 @@ class Request:
         "owner",
         "prompt_len",
         "prompt_only",
-        "received",
         "request_id",
-        "second",
         "seed",
         "slot",
         "stalled",
         "state",
         "steps_in_flight",
-        "stop_ids",
         "stopping",
         "table",
         "task",
         "tokens",
-        "variant",
     )
 
     def __init__(
@@ -106,11 +111,10 @@ class Request:
         self.options = spec.options
         self.task = task = spec.task
         self.seed = spec.seed
-        self.arrival = spec.arrival  # the front end's clock; for order only
+        self.history = RequestHistory(spec.arrival, received)
         self.owner = owner
         self.client = client
-        self.number, self.received = number, received
-        self.features, self.second = spec.prompt.features, spec.prompt.second
+        self.number = number
         self.prompt_only = (
             isinstance(task, PoolingParams) or task.max_tokens == 0
         )  # it ends when its prompt is computed
@@ -118,14 +122,11 @@ class Request:
         self.prompt_len = len(self.tokens)
         self.joint = _joint(spec.prompt.features, limits, self.prompt_len)
         check_features(spec.prompt.features, self.prompt_len, limits.feature_bytes)
-        self.variant: Variant | None = None  # the weights beside the model's own that compute it
         self.table = BlockTable(spec.options.cache_salt or "", None, spec.prompt.features)
         self.output = OutputBuffer(task, self.prompt_len, limits)
         self.stopping: StopChecker | None = None  # of a request that generates
-        self.stop_ids: tuple[int, ...] = ()
         self.limit = _longest(task, self.prompt_len, limits.context)
         if isinstance(task, SamplingParams):
-            self.stop_ids = tuple(sorted({*task.stop_token_ids, *limits.eos}))
             self.stopping = StopChecker(task, limits.eos, self.prompt_len, self.limit)
         # set by the scheduler
         self.state = State.WAITING
@@ -133,23 +134,34 @@ class Request:
         self.num_computed = 0  # positions computed, or planned to be; drafts in flight count as accepted
         self.num_settled = 0  # positions whose computation is known to stay
         self.num_in_flight = 0  # tokens that steps in flight sample, at most
-        self.steps_in_flight = self.num_preemptions = 0  # steps that mention it; times that it lost its slot
+        self.steps_in_flight = 0  # steps that mention it
         self.last_step = -1  # the newest step with a row of it
-        self.blocks_sent = 0  # entries of the block table that the device has
         self.is_decoding = False  # a token was planned since it got its slot, so its prompt is computed
         self.stalled = False  # its client does not read what it was sent
-        self.cached_tokens: int | None = None  # prompt tokens found in the cache at the first admission
-        self.admitted: float | None = None
         self.gates: tuple[Callable[[], bool], ...] = ()  # of features: nothing of it is computed unless all say True
         self.listeners: tuple[Callable[[int], object], ...] = ()  # of features: told of every new token
         self.finish: Finish | None = None
-        self.first_token: float | None = None
         self.kv_transfer_reply: dict[str, Any] | None = None  # for the server that goes on with it
 
     @property
     def is_first_choice(self) -> bool:
         """Whether it is the first of the choices of its prompt."""
         return self.request_id.endswith("#0")
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """What stands at placeholders of the prompt."""
+        return self.table.features
+
+    @property
+    def variant(self) -> Variant | None:
+        """The weights beside the model's own that compute it."""
+        return self.table.variant
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that `min_tokens` keeps from being sampled."""
+        return () if self.stopping is None else self.stopping.ids
 
     @property
     def num_tokens(self) -> int:
@@ -214,18 +226,17 @@ class Request:
             seed=self.seed,
             stop_ids=self.stop_ids,
             features=self.features,
-            second=self.second,
             **fields,
         )
 
     def be_computed_by(self, variant: Variant) -> None:
         """Other weights than the model's own compute it, from its first token on."""
-        self.variant = self.table.variant = variant
+        self.table.variant = variant
 
     def on_computed(self, version: str, count: int = 1, rejected: int = 0) -> None:
         """A step with these weights computed `count` positions, the last of which, `rejected`, do not stay."""
-        if count > rejected and (version != self.output.version or self.variant is not None):
-            self.output.set_version(version, self.variant, self.num_output, self.num_settled)
+        if count > rejected and (version != self.output.version or self.table.variant is not None):
+            self.output.set_version(version, self.table.variant, self.num_output, self.num_settled)
         self.num_settled += count
 
     def append(
@@ -239,8 +250,8 @@ class Request:
         """New tokens, whose logprobs and sampling masks are rows `first_row` ... of `rows` and `masks`; returns how
         many are kept.  Sets `finish` at a stop, and drops the tokens after it."""
         assert self.stopping is not None
-        if self.first_token is None:
-            self.first_token = now
+        if self.history.first_token is None:
+            self.history.first_token = now
         known, stopping, output = self.tokens, self.stopping, self.output
         kept = 0
         for token in tokens:
@@ -273,7 +284,7 @@ class Request:
         elif not self.output.scores_are_finite:
             self.on_status(NOT_FINITE, now)
         else:
-            self.first_token = now  # the time that the prompt took
+            self.history.first_token = now  # the time that the prompt took
             self.end("length", "max_tokens", now)
 
     def on_status(self, status: int, now: float) -> None:
@@ -289,12 +300,15 @@ class Request:
         self, reason: str, detail: str, now: float, *, stop: int | list[int] | None = None, message: str | None = None
     ) -> None:
         """Set `finish`."""
+        history = self.history
 
         def since(moment: float | None) -> float:
-            return 0.0 if moment is None else moment - self.received
+            return 0.0 if moment is None else moment - history.received
 
         self.output.num_computed = self.prompt_len if self.num_output else min(self.num_settled, self.prompt_len)
-        self.finish = Finish(reason, detail, stop, message, since(self.admitted), since(self.first_token), since(now))
+        self.finish = Finish(
+            reason, detail, stop, message, since(history.admitted), since(history.first_token), since(now)
+        )
 
     def restart_prompt(self) -> bool:
         """Other weights serve: drop what is known of its prompt's logprobs, unless it has output already; whether its
@@ -303,7 +317,7 @@ class Request:
 
     def emit(self, columns: StepColumns) -> None:
         """Add what is new since the last call to a step's columns."""
-        cached = self.cached_tokens or 0
+        cached = self.history.cached_tokens or 0
         self.output.emit(columns, self.request_id, self.tokens, self.finish, cached, self.kv_transfer_reply)
 
 

@@ -14,29 +14,23 @@ from itertools import islice
 from typing import Any
 
 from tokserve.config import SchedulerConfig
-from tokserve.engine.counters import Counters, WeightEpochs
-from tokserve.engine.hooks import Hooks
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
-from tokserve.engine.output.columns import PackedMasks, PackedRows
 from tokserve.engine.pace import StepPace
 from tokserve.engine.plan_builder import InFlightStep, PlanBuilder
-from tokserve.engine.queue import POLICIES, Excess, Queue, QueueLimits
 from tokserve.engine.request import Request, State
-from tokserve.engine.sharing import MAX_DISPLACED, Sharing
-from tokserve.engine.variant import Variant
-from tokserve.protocol.messages import StepStats
-from tokserve.protocol.plan import NOT_FINITE, OK, StepPlan, StepResult
+from tokserve.engine.request_slots import RequestSlots
+from tokserve.engine.results import take_rows
+from tokserve.engine.sharing import MAX_DISPLACED
+from tokserve.protocol.plan import StepPlan, StepResult
 
 
-class Scheduler:
-    """All requests that have not ended, the slots, the block tables, and the steps in flight.
+class Scheduler(RequestSlots):
+    """Plans steps of the requests, and takes their results.
 
     A request fits when its blocks do: all blocks of its known tokens are allocated at admission (and one block for
     each running request must be left, so that admission does not cause preemption at once); only growth by new
-    tokens can then run out of blocks, and preempts.  Drafts never preempt.
-
-    Who is next, and who gives way, is up to `Sharing`.  A request that is stalled gets no tokens; it keeps its slot and
-    its blocks until another request needs them.
+    tokens can then run out of blocks, and preempts.  Drafts never preempt.  Who is next, and who gives way, is up to
+    `Sharing`.
     """
 
     def __init__(
@@ -48,132 +42,17 @@ class Scheduler:
         joint_tokens: int = 0,
     ) -> None:
         """`joint_tokens`: the most of a request that a step has to compute together; a step's budget holds them."""
+        super().__init__(config, cache, weight_version)
         self.joint_tokens = joint_tokens
-        self.weights = WeightEpochs(weight_version)
         self.barrier: int | None = None  # requests with this number and above are not admitted
-        self.counters = Counters()
         self.in_flight: deque[InFlightStep] = deque()  # oldest first
-        self._config = config
-        self._cache = cache
-        self._hooks = Hooks()
-        policy = POLICIES[config.scheduling_policy]
-        self._sharing = Sharing(policy)
-        self._waiting = self._sharing.waiting
-        self._parked: set[Request] = set()  # stalled, and without a slot
-        self._stalled: set[Request] = set()
-        self._limits = QueueLimits(config.max_queued_requests, config.max_queued_tokens)
-        self._short = False  # blocks were missing when the last plan was made, so a free slot may mean nothing
-        self._deferred = 0  # waiting requests that the last plan passed over
-        self.running = Queue(policy)
-        self._free_slots = list(range(config.rows - 1, -1, -1))  # a stack
-        self._freed: list[int] = []  # slots freed since the last plan
-        self._leaving: set[Request] = set()  # have a slot until a step in flight is answered
-        self._step = 0
         self.pace = StepPace()
+        self._step = 0
         self._answered = 0.0  # when the last result came
-
-    def share_by(self, sharing: Sharing) -> None:
-        """Divide slots and tokens so, from the first request on."""
-        assert not len(self._waiting), "requests wait already"
-        self._sharing, self._waiting = sharing, sharing.waiting
-
-    @property
-    def token_budget(self) -> int:
-        """The most tokens of a step."""
-        return self._config.token_budget
-
-    def use(self, hooks: Hooks) -> None:
-        """Ask these features from here on."""
-        self._hooks = hooks
-
-    @property
-    def num_waiting(self) -> int:
-        """The number of requests without a slot."""
-        return len(self._waiting) + len(self._parked)
-
-    @property
-    def num_stalled(self) -> int:
-        """Requests whose client does not read."""
-        return len(self._stalled)
-
-    @property
-    def num_running(self) -> int:
-        """Requests with a slot that are scheduled."""
-        return len(self.running)
 
     def tokens_per_second(self) -> float:
         """How fast prompts are computed, as measured; 0.0 while it is not known."""
         return self.pace.tokens_per_second()
-
-    @property
-    def _num_open(self) -> int:
-        """Requests that may be admitted now: no more run than there are slots, and tokens in a step."""
-        return min(len(self._free_slots), self._config.token_budget - len(self.running))
-
-    def unreleased(self) -> list[Request]:
-        """Ended requests that steps in flight mention, so their slots and blocks are not free yet."""
-        return [request for request in self._leaving if request.state is State.ENDED]
-
-    def stats(self) -> StepStats:
-        """Gauges and counters of this moment."""
-        pool = self._cache.pool
-        return StepStats(
-            running=len(self.running),
-            waiting=self.num_waiting,
-            blocks_held=pool.num_in_use,
-            blocks_cached=pool.num_cached,
-            blocks_total=pool.total,
-            deferred=min(self._deferred, len(self._waiting)) + len(self._parked),
-            stalled=len(self._stalled),
-            **self.counters.values(),
-            **{name: value for stats in self._hooks.stats for name, value in stats().items()},
-        )
-
-    def add(self, request: Request) -> None:
-        """Queue a new request."""
-        self._waiting.add(request)
-        self._sharing.added(request)
-        self._limits.added(request.prompt_len)
-
-    def stall(self, request: Request, stalled: bool) -> None:
-        """Its client does not read what it was sent, or reads again."""
-        request.stalled = stalled
-        if stalled:
-            self._stalled.add(request)
-            return
-        self._stalled.discard(request)
-        if request in self._parked:
-            self._parked.remove(request)
-            self._waiting.add(request)
-
-    def excess(self, lengths: Sequence[int], now: float) -> Excess | None:
-        """Why new requests with prompts of these lengths may not wait, if so.  Requests that will have a free slot with
-        the next plan do not wait."""
-        if not self._limits.active:
-            return None
-        slots = 0 if self._short else len(self._free_slots)
-        next_lengths = [request.prompt_len for request in islice(self._waiting, slots) if request.admitted is None]
-        return self._limits.excess(lengths, [*next_lengths, *lengths][:slots], now)
-
-    def drop(self, request: Request) -> None:
-        """A request that has a `finish` stops here; slot and blocks follow when no step in flight mentions it."""
-        if request in self._parked:
-            self._parked.remove(request)
-        elif request.state is State.WAITING:
-            self._waiting.remove(request)
-            if request.admitted is None:
-                self._limits.left(request.prompt_len)
-        elif request.state is State.RUNNING:
-            self._stop_running(request)
-        self._stalled.discard(request)
-        self._sharing.ended(request)
-        self.weights.count_ages(request, self.counters.tokens_by_age)
-        self.counters.preemptions_by_request.add(request.num_preemptions)
-        for on_end in self._hooks.on_end:
-            on_end(request)
-        request.state = State.ENDED
-        if request.slot >= 0:
-            self._release_slot(request)
 
     # --- plan ---
 
@@ -299,29 +178,6 @@ class Scheduler:
             return False
         return all(may_enter(request) for may_enter in self._hooks.may_enter)
 
-    def preempt_all(self) -> None:
-        """Take slots and blocks from all running requests; no step may be in flight."""
-        for request in list(self.running):
-            self._preempt(request)
-
-    def restart_prompts(self, variant: Variant | None = None) -> None:
-        """All weights, or the variant's, are other ones from this step boundary on: compute again what is begun of a
-        vector, or of a prompt's logprobs, as those that both have made are of neither."""
-        for request in [*self.running, *self._waiting, *self._parked]:
-            if variant in (None, request.variant) and request.restart_prompt() and request.state is State.RUNNING:
-                self._preempt(request)
-
-    def _stop_running(self, request: Request) -> None:
-        self.running.remove(request)
-        self._sharing.left(request)
-
-    def _preempt(self, request: Request) -> None:
-        self.counters.preemptions += 1
-        request.num_preemptions += 1
-        self._stop_running(request)
-        request.state = State.LEAVING
-        self._release_slot(request)
-
     def _admit(self, builder: PlanBuilder, now: float, beyond: bool) -> None:
         """Waiting requests in order, while slots, budget and blocks last.  One whose prefix is being computed for
         another, that a feature holds, or that is behind the barrier, is passed over; one that does
@@ -356,22 +212,6 @@ class Scheduler:
             else:
                 builder.short = True
 
-    def _assign_slot(self, request: Request, hits: int, now: float) -> None:
-        self._waiting.remove(request)
-        self.running.add(request)
-        self._sharing.admitted(request)
-        request.state = State.RUNNING
-        request.slot = self._free_slots.pop()
-        request.num_computed = request.num_settled = min(hits * self._cache.block_size, request.reusable)
-        if request.cached_tokens is None:
-            request.cached_tokens = request.num_computed
-            request.admitted = now
-            self._limits.admitted(request.prompt_len, now)
-            self.counters.prompt_tokens += request.prompt_len
-            if self._cache.enabled:
-                self.counters.prefix_queries += request.prompt_len
-                self.counters.prefix_hits += request.num_computed
-
     # --- result ---
 
     def update(self, result: StepResult, now: float) -> list[Request]:
@@ -388,36 +228,9 @@ class Scheduler:
         for before_update in self._hooks.before_update:
             before_update(step, result, seconds)
         self._answered = now
-        token_ids, prompt_logprobs = result.token_ids.tolist(), result.prompt_logprobs
-        logprobs = None if result.logprobs is None else PackedRows(result.logprobs)
-        masks = None if result.sampling_masks is None else PackedMasks(result.sampling_masks)
-        requests, last = [], 0  # last: of the rows' tokens so far
-        block_size, version, num_output = self._cache.block_size, step.weight_version, 0
-        columns = zip(step.rows, result.counts.tolist(), result.status.tolist(), strict=True)
-        for index, (row, count, status) in enumerate(columns):
-            request = row.request
-            request.steps_in_flight -= 1
-            first, last = last, last + count
-            if request.state is not State.ENDED:  # else it is surplus: its end was found after this plan was made
-                if prompt_logprobs and index in prompt_logprobs:
-                    request.output.add_prompt_rows(request.num_settled, prompt_logprobs[index])
-                request.num_in_flight -= row.num_logits
-                rejected = row.num_logits - count  # drafts, or the position whose token was withheld
-                request.on_computed(version, row.num_tokens, rejected)
-                if index in result.routed_experts:
-                    request.output.add_routed_experts(request.num_settled, result.routed_experts[index])
-                if rejected:
-                    request.roll_back(rejected)
-                if status != OK:
-                    self.counters.nan_requests += status == NOT_FINITE
-                    request.on_status(status, now)
-                elif count:
-                    num_output += request.append(token_ids[first:last], logprobs, first, now, masks)
-                elif request.prompt_only and request.num_settled == request.prompt_len:
-                    request.on_prompt_computed(result.pooled.get(index), now)
-                if request.num_settled >= (request.table.num_full + 1) * block_size:
-                    settled = min(request.num_settled, len(request.tokens))  # a stop may have dropped accepted drafts
-                    self._cache.cache_full_blocks(request.table, request.tokens, settled)
+        requests = []
+        for request, count in take_rows(step, result, self._cache, self.counters, now):
+            if request.state is not State.ENDED:
                 if request.finish is not None:
                     self.drop(request)
                     requests.append(request)
@@ -425,25 +238,4 @@ class Scheduler:
                     requests.append(request)
             if self._leaving and request in self._leaving:
                 self._release_slot(request)
-        self.counters.output_tokens += num_output
         return requests
-
-    def _release_slot(self, request: Request) -> None:
-        """Free slot and blocks, now or when the last step in flight that mentions it is answered."""
-        if request.steps_in_flight:
-            self._leaving.add(request)
-            return
-        self._leaving.discard(request)
-        self._cache.free(request.table)
-        self._free_slots.append(request.slot)
-        self._freed.append(request.slot)
-        request.slot = -1
-        request.num_computed = request.num_settled = request.blocks_sent = 0
-        request.is_decoding = False
-        if request.state is State.LEAVING:
-            request.output.forget_kv(request.num_output)
-            request.state = State.WAITING
-            if request.stalled:
-                self._parked.add(request)
-            else:
-                self._waiting.add(request)

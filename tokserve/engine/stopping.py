@@ -26,7 +26,8 @@ class Stop(NamedTuple):
 
 class StopChecker:
     """The stop conditions of one output.  `limit`: tokens of prompt and output together.  A new token can stop the
-    output only if it is one of the `candidates`, reaches the `limit`, or if all tokens must be checked (`always`)."""
+    output only if it is one of the `candidates`, reaches the `limit`, or if all tokens must be checked (`always`).
+    `ids`: EOS, ignored or not, and stop tokens."""
 
     __slots__ = (
         "_max_tokens",
@@ -38,10 +39,12 @@ class StopChecker:
         "always",
         "candidates",
         "eos",
+        "ids",
         "limit",
     )
 
     def __init__(self, params: SamplingParams, eos: Sequence[int], prompt_len: int, limit: int) -> None:
+        self.ids = tuple(sorted({*params.stop_token_ids, *eos}))
         self.eos = NO_IDS if params.ignore_eos else frozenset(eos)
         self._stop_ids = frozenset(params.stop_token_ids) if params.stop_token_ids else NO_IDS
         self._sequences: dict[int, list[array[int]]] = {}  # by last id

@@ -11,7 +11,8 @@ from tokserve.protocol.prompt import Feature
 class BlockTable:
     """The blocks of one request in order of position, and the chain of hashes of its full blocks.
 
-    `blocks` is empty while the request does not run.  The first `num_full` of them are computed and indexed.
+    `blocks` is empty while the request does not run.  The first `num_full` of them are computed and indexed,
+    and the device knows the first `num_sent`.
     `awaited`: the hash of a block that another request was computing, or that was being loaded, at the last lookup.
     `prompt_blocks`: full blocks of what was known when the request began to run.  `keys`: as `content_keys` made them.
     `may_load`: blocks may be loaded from a store for it, which is tried once each time that it waits for a slot.
@@ -28,6 +29,7 @@ class BlockTable:
         "keys_seed",
         "may_load",
         "num_full",
+        "num_sent",
         "prompt_blocks",
         "variant",
     )
@@ -38,7 +40,7 @@ class BlockTable:
         self.features = features
         self.blocks: list[int] = []
         self.hashes: list[bytes] = []
-        self.num_full = self.prompt_blocks = 0
+        self.num_full = self.num_sent = self.prompt_blocks = 0
         self.hash_seed = (-1, 0)  # generations of the cache and of the variant that the hashes belong to
         self.awaited: bytes | None = None
         self.keys: list[bytes] = []

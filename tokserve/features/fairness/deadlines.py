@@ -24,7 +24,7 @@ class Deadlines:
         options = request.options
         for which, limit in (("deadline", options.deadline_ms), ("queue_timeout", options.queue_timeout_ms)):
             if limit is not None:
-                heapq.heappush(self._heap, (request.received + limit / 1e3, request.number, which, request))
+                heapq.heappush(self._heap, (request.history.received + limit / 1e3, request.number, which, request))
 
     def passed(self, now: float) -> Iterator[tuple[Request, str]]:
         """Requests that are late, and for which of the two limits; end each before the next is taken."""
@@ -47,4 +47,4 @@ class Deadlines:
 
 
 def _counts(which: str, request: Request) -> bool:
-    return request.finish is None and (which == "deadline" or request.admitted is None)
+    return request.finish is None and (which == "deadline" or request.history.admitted is None)

@@ -6,4 +6,5 @@ from tokserve.base.rooms import Room
 
 ROOM = Room(
     endpoints="tokserve.features.pooling.routes.table:ENDPOINTS",
+    engine="tokserve.features.pooling.engine:PairedTexts",
 )

@@ -89,12 +89,16 @@ class Profiler(EngineFeature):
 
     def _add_phases(self, request: Request) -> None:
         """A request has ended, or the profile has: its phases, each a span on a track of its own."""
-        now = request.received + request.finish.total if request.finish is not None else self._clock()
-        phases = [("queued", request.received), ("prefill", request.admitted), ("decode", request.first_token)]
+        now = request.history.received + request.finish.total if request.finish is not None else self._clock()
+        phases = [
+            ("queued", request.history.received),
+            ("prefill", request.history.admitted),
+            ("decode", request.history.first_token),
+        ]
         known = [(name, begin) for name, begin in phases if begin is not None]
         args = {
             "prompt_tokens": request.prompt_len,
-            "cached_tokens": request.cached_tokens or 0,
+            "cached_tokens": request.history.cached_tokens or 0,
             "output_tokens": request.num_output,
             "finish": "running" if request.finish is None else request.finish.reason,
         }
