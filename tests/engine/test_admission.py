@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.harness import Engine
 from tests.engine.solo import VOCAB
-from tokserve.engine import admission, core
+from tokserve.engine import admission, intake
 from tokserve.features.grammar.engine import GrammarFeature
 from tokserve.protocol.messages import (
     PREEMPTIONS,
@@ -279,7 +279,7 @@ def test_the_limits_hold_for_what_was_accepted_while_a_large_submission_was_made
 def test_a_large_abort_is_made_in_slices_and_an_id_is_free_at_once(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
     """A client with thousands of choices leaves: others' steps do not wait for all of them to be ended."""
     engine = Engine(depth=depth)
-    monkeypatch.setattr(core, "SLICE", 3)
+    monkeypatch.setattr(intake, "SLICE", 3)
     engine.add("running", [3], max_tokens=30, ignore_eos=True)
     names = [f"large#{i}" for i in range(12)]
     assert not engine.submit(

@@ -325,7 +325,7 @@ class Life:
                 else:
                     self.check_request(add.request_id)
         engine.check_empty()
-        assert len(engine.core._registry) == 0 and not engine.core._registry.request_ids("g")
+        assert len(engine.core.intake.accepted) == 0 and not engine.core.intake.accepted.request_ids("g")
         assert engine.core.scheduler._limits.requests == engine.core.scheduler._limits.tokens == 0
 
     def check_request(self, rid: str) -> None:

@@ -313,7 +313,7 @@ def test_prompt_logprobs_are_of_one_set_of_weights_if_kv_is_computed_again() -> 
     before = engine.executor.computed["r"]
     engine.weights_of["two"] = "w2"
     ask(engine, "update_weights_from_dir", weight_dir="d", weight_version="two", recompute_kv=True)
-    (request,) = engine.core.live
+    (request,) = engine.core.intake.live
     assert request.output.next_prompt_row <= 6  # from the begin
     engine.executor.only_own_kv = True
     engine.run()

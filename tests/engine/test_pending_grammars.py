@@ -191,7 +191,7 @@ def test_a_grammar_that_cannot_be_used_is_a_refusal(known: bool) -> None:
     kind, field = ("invalid", "structured_outputs.regex") if known else ("internal", "")
     (reply,) = replies(engine)
     assert (reply.call_id, reply.refusal, reply.field) == (9, kind, field)
-    assert "g" not in engine.received and not list(engine.core.live)
+    assert "g" not in engine.received and not list(engine.core.intake.live)
     engine.check_empty()
     engine.add("g", [3, 4], max_tokens=2)  # the id is free again
     engine.run()

@@ -29,7 +29,7 @@ def test_requests_of_all_front_ends_oldest_first() -> None:
     first, second = actual["requests"]
     assert (first["request_id"], first["group_id"], first["state"]) == ("a", "g", "running")
     assert (first["prompt_tokens"], first["max_tokens"], first["choices"], first["running"]) == (3, 9, 1, 1)
-    assert first["output_tokens"] == engine.core._registry.requests("a")[0].num_output > 0
+    assert first["output_tokens"] == engine.core.intake.accepted.requests("a")[0].num_output > 0
     assert first["age"] >= first["queued"] >= 0
     assert (second["request_id"], second["group_id"], second["state"]) == ("b", None, "waiting")
     assert second["queued"] is None and second["output_tokens"] == 0

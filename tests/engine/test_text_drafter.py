@@ -78,7 +78,7 @@ def test_choices_share_a_prediction() -> None:
         for i in range(3)
     ]
     engine.core.receive(b"A", Submit(7, "k", requests))
-    predictions = {id(drafter._predictions[request]) for request in engine.core.live}
+    predictions = {id(drafter._predictions[request]) for request in engine.core.intake.live}
     assert len(predictions) == 1
     engine.run()
     for i in range(3):

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -26,28 +25,24 @@ from tokserve.config import Config
 from tokserve.engine.admin.aborts import Aborts
 from tokserve.engine.admin.command import Command, Commands, command
 from tokserve.engine.admin.control import Control
-from tokserve.engine.admission import SLICE, Admission
-from tokserve.engine.announcements import Announcements
+from tokserve.engine.admission import Admission
 from tokserve.engine.features import EngineContext, Outbox, make_features
 from tokserve.engine.hooks import Hooks
+from tokserve.engine.intake import Intake
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
 from tokserve.engine.output.front_ends import Emit, FrontEnds
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.plan_builder import InFlightStep
-from tokserve.engine.registry import Registry
 from tokserve.engine.request import Request
 from tokserve.engine.scheduler import Scheduler
 from tokserve.executor.base import Executor
 from tokserve.protocol.kv_spec import KVLayout
 from tokserve.protocol.messages import (
-    Abort,
     Announce,
     Call,
     EndAnnouncement,
     Ready,
-    Stall,
     Status,
-    StepStats,
     Submit,
     ToEngine,
 )
@@ -71,50 +66,37 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        self._config, self._facts, self._clock = config, facts, clock
-        self.limits = _limits(config, facts)
-        self.cache = _make_cache(config, facts.layout)
-        self.scheduler = Scheduler(
-            config.scheduler, self.cache, facts.weight_version,
-            joint_tokens=self.limits.joint_tokens,
-        )  # fmt: skip
-        self.control = Control(
-            self, self.scheduler, self.cache, executor, facts.weight_version,
-            clock=clock,
-        )  # fmt: skip
-        spans = Spans()
-        self._span = spans.span
-        self._outbox, self._hooks = Outbox(), Hooks()
-        made_of = self.limits, self.cache, self.scheduler, self.control, executor, self, self._outbox, self._hooks
-        self.features = make_features(EngineContext(config, facts, *made_of, spans, clock, wake))
-        self._hooks.collect(self.features)
-        self.scheduler.use(self._hooks)
-        self.stopped, self._executor = False, executor
+        self._facts, self._executor, self._clock = facts, executor, clock
         self._depth = config.scheduler.steps_in_flight
         self._last_step: InFlightStep | None = None  # since the engine was last idle
-        self._registry = Registry()
-        self._announcements = Announcements()
-        self._front_ends = FrontEnds(emit, clock, self._gauges)
-        self._admission = Admission(
-            config, limits=self.limits, registry=self._registry, scheduler=self.scheduler, hooks=self._hooks,
-            emit=emit, fail=self._fail, abort=self._abort,
-            wake=wake,
-        )  # fmt: skip
-        self._aborts = Aborts(
-            self._registry, self._admission, self._announcements, self.scheduler, self._hooks, self._abort
+        self.stopped = False
+        self.limits = limits = _limits(config, facts)
+        self.cache = cache = _make_cache(config, facts.layout)
+        self.scheduler = scheduler = Scheduler(
+            config.scheduler, cache, facts.weight_version, joint_tokens=limits.joint_tokens
         )
-        self._held: list[tuple[bytes, Abort | Stall]] = []  # until no submission is being admitted
-        self._leaving: deque[tuple[list[Request], str]] = deque()  # to be aborted, a part in each turn, and why
+        self._outbox, self._hooks, spans = Outbox(), Hooks(), Spans()
+        self._span = spans.span
+        self._front_ends = FrontEnds(emit, clock, scheduler.stats)
+        self.intake = intake = Intake(scheduler, self._front_ends, self._hooks, emit, clock)
+        self.control = Control(intake, scheduler, cache, executor, facts.weight_version, clock=clock)
+        made_of = limits, cache, scheduler, self.control, executor, intake, self._outbox, self._hooks
+        self.features = make_features(EngineContext(config, facts, *made_of, spans, clock, wake))
+        self._hooks.collect(self.features)
+        scheduler.use(self._hooks)
+        self._admission = Admission(
+            config, limits=limits, intake=intake, scheduler=scheduler, hooks=self._hooks, emit=emit, wake=wake
+        )
+        self._aborts = Aborts(intake, scheduler, self._hooks)
         self._status = self._state_now()
+        owners = [self, self.control, self._aborts]
         self._commands = Commands(
-            self._command_owners(), emit=emit, at_boundary=lambda: not self.scheduler.in_flight,
-            on_progress=self._send_status, wake=wake,
-        )  # fmt: skip
-
-    def _command_owners(self) -> list[object]:
-        """The objects whose methods are commands."""
-        core = [self, self.control, self._aborts]
-        return [*core, *chain.from_iterable(feature.commands for feature in self.features)]
+            [*owners, *chain.from_iterable(feature.commands for feature in self.features)],
+            emit=emit,
+            at_boundary=lambda: not scheduler.in_flight,
+            on_progress=self._send_status,
+            wake=wake,
+        )
 
     # --- the loop ---
 
@@ -126,15 +108,16 @@ class EngineCore:
     def _turn(self) -> bool:
         if self.control.expire():
             self._send_status()
-        self._admission.pending.poll()
+        self.intake.poll()
         for poll in self._hooks.poll:
             poll()
         if self._outbox:
             self._empty_outbox()
-        if self._leaving:
-            self._abort_leaving()
-        if self._admission.busy:
-            self._admit_more()
+        if self.intake.is_leaving:
+            self.intake.abort_leaving()
+        if self.intake.admitting:
+            self._admission.proceed(self._status, self._clock())
+            self.intake.release_held()
         self._commands.resume()
         in_flight = self.scheduler.in_flight
         if len(in_flight) < self._depth and self._may_plan and self._begin_step() and len(in_flight) < self._depth:
@@ -142,7 +125,7 @@ class EngineCore:
         if in_flight:
             self._collect()
             return True
-        if self._admission.busy or self._leaving or self._outbox:
+        if self.intake.admitting or self.intake.is_leaving or self._outbox:
             return True
         if self.scheduler.num_waiting and not self._may_wait:
             raise RuntimeError(f"{self.scheduler.num_waiting} requests wait, but nothing runs: a bug of the scheduler")
@@ -157,7 +140,7 @@ class EngineCore:
     @property
     def _may_wait(self) -> bool:
         """Whether requests may wait although nothing runs: for a command, a feature, or their client."""
-        if self.control.may_be_idle or self._admission.pending:
+        if self.control.may_be_idle or self.intake.pending:
             return True
         return self.scheduler.num_stalled > 0 or any(is_busy() for is_busy in self._hooks.is_busy)
 
@@ -192,7 +175,7 @@ class EngineCore:
             requests = self.scheduler.update(result, now)
         for request in requests:
             if request.finish is not None:
-                self._remove(request)
+                self.intake.accepted.remove(request)
         for on_result in self._hooks.on_result:
             on_result(step, result, now)
         if self._outbox.ended:
@@ -210,7 +193,7 @@ class EngineCore:
         """Take out the requests that features have ended."""
         ended, self._outbox.ended = self._outbox.ended, []
         for request in ended:
-            self._end(request)
+            self.intake.end(request)
         return ended
 
     def _empty_outbox(self) -> None:
@@ -224,20 +207,12 @@ class EngineCore:
         failed, outbox.failed = outbox.failed, []
         for request, reason in failed:
             if request.finish is None:
-                self._fail(request, reason)
-
-    def _admit_more(self) -> None:
-        """The next part of a large submission; then the messages that had to wait for its end."""
-        self._admission.proceed(self._status, self._clock())
-        if not self._admission.busy:
-            held, self._held = self._held, []
-            for identity, message in held:
-                self.receive(identity, message)
+                self.intake.fail(request, reason)
 
     def _on_idle(self) -> None:
         """Check for lost blocks while there is nothing to do, and send the last gauges to front ends that
         were sent others."""
-        if len(self._registry):  # frozen, and more may come in
+        if len(self.intake.accepted):  # frozen, and more may come in
             self._front_ends.refresh_stats(self._clock())
         elif self._last_step is not None and not any(holds() for holds in self._hooks.holds_blocks):
             self._last_step = None
@@ -268,72 +243,20 @@ class EngineCore:
 
     def _take(self, identity: bytes, message: ToEngine, received: float | None) -> None:
         if isinstance(message, Submit):
-            while self._leaving and self._registry.in_use(message.request_id, ()):
-                self._abort_leaving()
+            self.intake.free_id(message.request_id)
             now = self._clock()
-            ended = self._announcements.ended(identity, message.announced)
+            ended = self.intake.announced.ended(identity, message.announced)
             received = now if received is None else received
             self._admission.submit(identity, message, received, self._status, now, ended)
             self.control.note_request()
         elif isinstance(message, Call):
             self._commands.call(identity, message)
         elif isinstance(message, Announce):
-            self._announcements.add(identity, message)
+            self.intake.announced.add(identity, message)
         elif isinstance(message, EndAnnouncement):
-            self._announcements.remove(identity, message.number)
-        elif self._admission.busy and self._admission.concerns(message.request_ids):
-            self._held.append((identity, message))
+            self.intake.announced.remove(identity, message.number)
         else:
-            owned = (self._registry.get(request_id, identity) for request_id in message.request_ids)
-            requests = [request for request in owned if request is not None]
-            if isinstance(message, Abort):
-                for start in range(0, len(requests), SLICE):
-                    self._leaving.append((requests[start : start + SLICE], message.reason))
-                if requests:
-                    self._abort_leaving()
-            elif isinstance(message, Stall):
-                for request in requests:
-                    self.scheduler.stall(request, message.stalled)
-
-    @property
-    def num_received(self) -> int:
-        """The number of the next request."""
-        return self._admission.num_received
-
-    @property
-    def live(self) -> Iterable[Request]:
-        """The requests that have not ended."""
-        return chain(self._registry, self._admission.requests)
-
-    def end_all(self, reason: str) -> None:
-        self._admission.abort(self._admission.request_ids(), reason)
-        self._abort(list(self._registry), reason)
-
-    def _abort(self, requests: list[Request], reason: str) -> None:
-        for request in requests:
-            request.end("abort", reason, self._clock())
-            self._end(request)
-        self._front_ends.send(requests)
-
-    def _abort_leaving(self) -> None:
-        """Abort the next requests whose client has left: thousands at once would hold up others' steps."""
-        requests, reason = self._leaving.popleft()
-        self._abort([request for request in requests if request.finish is None], reason)
-
-    def _fail(self, request: Request, message: str) -> None:
-        """End a request that cannot go on."""
-        request.end("error", "error", self._clock(), message=message)
-        self._end(request)
-        self._front_ends.send([request])
-
-    def _end(self, request: Request) -> None:
-        """Take out a request that got its `finish` between steps."""
-        self._admission.pending.on_abort(request)
-        self.scheduler.drop(request)
-        self._remove(request)
-
-    def _remove(self, request: Request) -> None:
-        self._registry.remove(request)
+            self.intake.take(identity, message)
 
     def seconds_to_deadline(self) -> float | None:
         """How long the loop may sleep when idle; None: until a message comes."""
@@ -354,9 +277,6 @@ class EngineCore:
         if status != self._status:
             self._status = status
             self._front_ends.send_status(status)
-
-    def _gauges(self) -> StepStats:
-        return self.scheduler.stats()
 
     # --- commands of its own; `engine/admin` and the drafter have the others ---
 
@@ -404,7 +324,7 @@ class EngineCore:
     @command("requests")
     def _requests(self, limit: int) -> dict[str, Any]:
         """Submissions of all front ends, oldest first."""
-        return {"weight_version": self.scheduler.weights.version} | self._registry.summary(limit, self._clock())
+        return {"weight_version": self.scheduler.weights.version} | self.intake.accepted.summary(limit, self._clock())
 
     @command("check")
     def _check(self) -> bool:
@@ -424,20 +344,17 @@ class EngineCore:
     def _leave(self, front_end: str) -> int:
         """A front end's process has ended: so do its requests.  The reply is how many those were."""
         identity = front_end.encode()
-        requests = self._registry.owned_by(identity)
-        self._abort(requests, "abort_disconnect")
-        self._admission.leave(identity)
-        self._announcements.leave(identity)
+        count = self.intake.leave(identity)
         self._commands.leave(identity)
         self._front_ends.leave(identity)
-        return len(requests)
+        return count
 
     @command("shutdown")
     def _shutdown(self) -> Command:
         """Abort all requests and stop; no more are accepted."""
         self._admission.closed = True
         result = yield from self._aborts.all("shutdown")
-        yield lambda: not self._admission.busy  # those that were being admitted have been answered
+        yield lambda: not self.intake.admitting  # those that were being admitted have been answered
         self.stopped = True
         return result
 

@@ -30,15 +30,12 @@ class _Submission:
 
 
 class PendingReplies:
-    """`emit` sends replies; `drop` takes out a request that is refused, `fail` ends one that was accepted."""
+    """`emit` sends replies."""
 
-    def __init__(
-        self,
-        emit: Callable[[bytes, SubmitReply], None],
-        drop: Callable[[Request], None],
-        fail: Callable[[Request, str], None],
-    ) -> None:
-        self._emit, self._drop, self._fail = emit, drop, fail
+    def __init__(self, emit: Callable[[bytes, SubmitReply], None]) -> None:
+        self._emit = emit
+        self._refused: list[Request] = []
+        self._failed: list[tuple[Request, str]] = []
         self._submissions: dict[Request, _Submission] = {}  # in order of receipt
 
     def __bool__(self) -> bool:
@@ -58,19 +55,23 @@ class PendingReplies:
             for prerequisite in submission.prerequisites[request]:
                 prerequisite.future.cancel()
 
-    def poll(self) -> None:
-        """Reply to submissions whose prerequisites have all ended; features hear of those that succeeded."""
+    def poll(self) -> tuple[list[Request], list[tuple[Request, str]]]:
+        """Reply to submissions whose prerequisites have all ended; features hear of those that succeeded.  Returns
+        requests that are refused, and requests that were accepted before and cannot go on, with the reason."""
         for submission in dict.fromkeys(self._submissions.values()):
             prerequisites = list(chain.from_iterable(submission.prerequisites.values()))
             if all(prerequisite.future.done() for prerequisite in prerequisites):
                 for request in submission.requests:
                     del self._submissions[request]
-                failed = (one for one in prerequisites if not one.future.cancelled() and one.future.exception())
-                first = next(failed, None)
+                errors = (one for one in prerequisites if not one.future.cancelled() and one.future.exception())
+                first = next(errors, None)
                 if first is None:
                     self._begin(submission)
                 else:
                     self._refuse(submission, first)
+        refused, self._refused = self._refused, []
+        failed, self._failed = self._failed, []
+        return refused, failed
 
     def _begin(self, submission: _Submission) -> None:
         for request, prerequisites in submission.prerequisites.items():
@@ -95,8 +96,8 @@ class PendingReplies:
             logger.error("%s", failed.failure, exc_info=error)
         for request in submission.requests:
             if request.finish is None and submission.accept_sent:
-                self._fail(request, reply.message)
+                self._failed.append((request, reply.message))
             elif request.finish is None:
-                self._drop(request)
+                self._refused.append(request)
         if not submission.accept_sent:
             self._emit(submission.identity, reply)
