@@ -145,7 +145,7 @@ def test_the_longest_prompt_and_any_max_tokens_pass() -> None:
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"prompt_logprobs_start": 3}, "prompt_logprobs_start"),
-        ({"temperature": 2.5}, "temperature"),
+        ({"temperature": -0.5}, "temperature"),
         ({"stop": ["a"], "detokenize": False}, "stop"),
         ({"allowed_token_ids": [3, 4], "bad_token_ids": [3], "bad_token_sequences": [[4]]}, "allowed_token_ids"),
         ({"allowed_token_ids": [2], "min_tokens": 1}, "allowed_token_ids"),  # 2 is the eos
@@ -323,7 +323,7 @@ def test_generation_defaults(tmp_path: Path) -> None:
         defaults(override_generation_config={"top_p": 5})
     with pytest.raises(StartError, match="not a directory"):
         defaults(generation_config="/no/such")
-    (tmp_path / "generation_config.json").write_text('{"temperature": 9}')
+    (tmp_path / "generation_config.json").write_text('{"temperature": -9}')
     with pytest.raises(StartError, match="bad value"):
         defaults(generation_config="auto")
 
@@ -411,8 +411,8 @@ def test_a_model_without_labels_classifies_nothing() -> None:
 
 def test_ranges_have_one_declaration() -> None:
     for request, words in (
-        (request_with(temperature=2.5), "temperature must be from 0 to 2, got 2.5"),
-        (request_with(temperature=float("nan")), "temperature must be from 0 to 2, got nan"),
+        (request_with(temperature=-0.5), "temperature must be a finite number of at least 0, got -0.5"),
+        (request_with(temperature=float("nan")), "temperature must be a finite number of at least 0, got nan"),
         (request_with(top_p=0.0), "top_p must be above 0 and at most 1, got 0.0"),
         (
             request_with(repetition_penalty=float("inf")),

@@ -69,7 +69,7 @@ def test_every_field_of_the_token_route_is_an_argument() -> None:
 
 
 def test_it_is_checked_when_it_is_made() -> None:
-    with pytest.raises(ValueError, match="temperature must be from 0 to 2, got -1") as caught:
+    with pytest.raises(ValueError, match="temperature must be a finite number of at least 0, got -1") as caught:
         SamplingParams(temperature=-1)
     assert isinstance(caught.value, RequestError) and caught.value.field == "temperature"
     wrong: list[tuple[dict[str, Any], str]] = [

@@ -88,6 +88,8 @@ DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "temperature": {"temperature": 0.6},
     "hot": {"temperature": 2.0},
+    "hotter": {"temperature": 8.0, "top_k": 12},
+    "hottest": {"temperature": 1e300},
     "top_k": {"top_k": 5},
     "top_p": {"top_p": 0.8},
     "min_p": {"min_p": 0.1},

@@ -7,7 +7,7 @@ from tests.runner.drive import plan_of
 from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.protocol.plan import NewRow, StepPlan
 from tokserve.runner.host_slots import HostSlots
-from tokserve.runner.slots import MIN_TEMPERATURE, last_indices, logit_lengths
+from tokserve.runner.slots import MAX_TEMPERATURE, MIN_TEMPERATURE, last_indices, logit_lengths
 
 SEQS, LENGTH, BLOCK = 6, 50, 4
 
@@ -124,13 +124,14 @@ def test_batch_does_not_change_with_the_tables(slots: HostSlots) -> None:
     assert batch.block_tables.tolist() == [[0, 7], [1000, 1007]]
 
 
-def test_only_zero_is_greedy_and_nothing_is_colder_than_a_float_can_divide_by() -> None:
-    step_plan = HostSlots(5, 8, 4)
-    for slot, temperature in enumerate((0.0, 5e-324, 1e-40, 1e-20, 0.7)):
+def test_only_zero_is_greedy_and_temperatures_are_what_a_float_can_divide_by() -> None:
+    step_plan = HostSlots(7, 8, 4)
+    for slot, temperature in enumerate((0.0, 5e-324, 1e-40, 1e-20, 0.7, 2.5, 1e300)):
         row = NewRow(slot, "", np.zeros(1, np.int32), 1, SamplingParams(temperature=temperature), 0, ())
         step_plan.assign(row)
-    assert step_plan.greedy.tolist() == [True, False, False, False, False]
-    assert step_plan.temperature.tolist() == [1.0, MIN_TEMPERATURE, MIN_TEMPERATURE, np.float32(1e-20), np.float32(0.7)]
+    assert step_plan.greedy.tolist() == [True] + [False] * 6
+    cold = [1.0, MIN_TEMPERATURE, MIN_TEMPERATURE, np.float32(1e-20), np.float32(0.7)]
+    assert step_plan.temperature.tolist() == [*cold, 2.5, MAX_TEMPERATURE]
 
 
 @pytest.mark.parametrize("seed", [0, -1, -(1 << 63), (1 << 63) - 1, 1 << 63, (1 << 64) + 5])

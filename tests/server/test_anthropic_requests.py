@@ -477,7 +477,7 @@ GENERATION_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens must be at least 1"),
     ({"max_tokens": -1}, "max_tokens must be at least 1, got -1"),
     ({"max_tokens": "9"}, "max_tokens"),
-    ({"temperature": 3}, "temperature must be from 0 to 2"),
+    ({"temperature": -1}, "temperature must be a finite number of at least 0"),
     ({"top_p": 0}, "top_p"),
     ({"top_k": -2}, "top_k"),
     ({"stop_sequences": "x"}, "stop_sequences"),

@@ -199,7 +199,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     the first, `stop` counts after the second.
     """
 
-    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX)] = 0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0

@@ -20,6 +20,7 @@ from tokserve.protocol.plan import Int32, NewRow, StepPlan
 
 Int64 = NDArray[np.int64]
 MIN_TEMPERATURE = 2.0**-100  # lower temperatures count as this one, which leaves only the largest logit as well
+MAX_TEMPERATURE = 2.0**100  # higher ones count as this one, at which all tokens that may be sampled are equally likely
 NO_LIMIT = np.iinfo(np.int32).max
 
 
@@ -95,7 +96,7 @@ class Slots:
         (self._with_adapter.add if row.adapter >= 0 else self._with_adapter.discard)(slot)
         self.seeds[slot] = wrap_seed(row.seed)
         self.greedy[slot] = temperature == 0.0
-        self.temperature[slot] = 1.0 if temperature == 0.0 else max(temperature, MIN_TEMPERATURE)
+        self.temperature[slot] = 1.0 if temperature == 0.0 else min(max(temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
 
     def extend(self, slot: int, first: int, blocks: list[int]) -> None:
         """Append to the slot's block table, from index `first` on."""
