@@ -29,6 +29,7 @@ from tokserve.client.inputs import GenerateRequest, Inputs, bare_id, token_promp
 from tokserve.client.model_view import ModelView, transformers_tokenizer
 from tokserve.client.outputs import ChoiceOutput, EngineReport, Ready, Status, StepStats
 from tokserve.client.request_state import RequestState
+from tokserve.client.resubmissions import LEAVING_SECONDS
 from tokserve.client.results import RequestOutput, follow
 from tokserve.client.sampling_params import RequestOutputKind, output_rules, sampling_of
 from tokserve.client.stream import Stream, collect
@@ -51,7 +52,6 @@ __all__ = ["AsyncLLM", "ChoiceOutput", "GenerateRequest", "StepStats", "Stream",
 
 logger = logging.getLogger(__name__)
 # arguments of vLLM's `generate` that change no output
-LEAVING_SECONDS = 0.25  # for which a request may seem to be in flight after its client has left
 WITHOUT_EFFECT = ("kv_hints", "reasoning_ended", "reasoning_parser_kwargs", "session_id", "trace_headers")
 
 

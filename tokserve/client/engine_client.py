@@ -23,6 +23,7 @@ from tokserve.client.launch import EngineHandle, watch
 from tokserve.client.outputs import EngineReport, Ready, Status, StepStats
 from tokserve.client.request_state import RequestState
 from tokserve.client.requests import Requests
+from tokserve.client.resubmissions import Resubmissions
 from tokserve.config import Config
 from tokserve.features.fairness.announcement import RequestAnnouncement
 from tokserve.protocol.messages import (
@@ -93,6 +94,13 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._last_call = 0
         self._announced: dict[int, Announce] = {}
+        self._resubmissions = Resubmissions(
+            send=self.send,
+            announce=self.tell,
+            end_announcement=self.end_announcement,
+            waits=self.requests.waits,
+            resolve=self.requests.resolve,
+        )
         self._released: list[str] = []  # engine requests that were given up in this turn of the event loop
         self._name: str | None = None
         self._restarts: list[float] = []  # when
@@ -259,10 +267,13 @@ class EngineClient:
         request_id = engine_requests[0].request_id.rpartition("#")[0]
         try:
             number = 0 if announcement is None else announcement.number(self)
-            self.send(Submit(call_id, request_id, engine_requests, client, number))
+            submit = Submit(call_id, request_id, engine_requests, client, number)
+            self.send(submit)
         except UNSENDABLE as error:
             self.requests.resolve(SubmitReply(call_id, "invalid", f"the request cannot be sent: {error}"))
             raise RequestError(f"the request cannot be sent: {error}") from None
+        if self._name is not None:  # the engine has other front ends
+            self._resubmissions.sent(submit)
         for request in requests:
             request.engine_requests = ()
         return self
@@ -328,7 +339,8 @@ class EngineClient:
             if stopped := self.requests.receive(message):
                 self.send(Abort(stopped, "abort_stop_string"))
         elif isinstance(message, SubmitReply):
-            self.requests.resolve(message)
+            if not self._resubmissions.repeats(message):
+                self.requests.resolve(message)
         elif isinstance(message, Reply):
             self._on_reply(message)
         elif isinstance(message, Status):
@@ -387,6 +399,7 @@ class EngineClient:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+        self._resubmissions.clear()
         self.requests.fail(error)
         for call in self._calls.values():
             if not call.done():

@@ -63,6 +63,11 @@ class Requests:
             message = f"request_id {requests[0].request_id!r} is in use by a request in flight"
             raise Conflict(message, field="request_id", code="duplicate_id")
 
+    def waits(self, call_id: int) -> bool:
+        """Whether the reply to a submission is awaited, and none of its requests was given up."""
+        requests = self._submissions.get(call_id, ())
+        return bool(requests) and all(request in self._requests for request in requests)
+
     def resolve(self, reply: SubmitReply) -> None:
         """Accept or refuse a submission, as the engine's reply says."""
         requests = self._submissions.pop(reply.call_id)
