@@ -85,6 +85,26 @@ def test_adapters_of_the_start(checkpoint: Path) -> None:
         resolve(Config.make(model=str(checkpoint), lora_modules=["a=/x"]))
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"chat_template": "{{ 1 }}"},
+        {"default_chat_template_kwargs": {"a": 1}},
+        {"enable_auto_tool_choice": True},
+        {"reasoning_parser": "qwen3"},
+        {"tool_call_parser": "hermes"},
+    ],
+)
+def test_options_of_text_need_a_tokenizer(checkpoint: Path, option: dict[str, object]) -> None:
+    with pytest.raises(StartError, match=f"{next(iter(option))} has no use with tokens_only"):
+        resolve(Config.make(model=str(checkpoint), tokens_only=True, **option))
+
+
+def test_defaults_of_text_are_no_options(checkpoint: Path) -> None:
+    defaults = {"tool_call_parser": "auto", "enable_auto_tool_choice": False}
+    assert resolve(Config.make(model=str(checkpoint), tokens_only=True, **defaults)).server.tokens_only
+
+
 @pytest.mark.parametrize(("name", "mode"), [("processed_logprobs", "processed"), ("raw_logprobs", "raw")])
 def test_vllm_names_of_logprobs_modes(checkpoint: Path, name: str, mode: str) -> None:
     assert resolve(Config.make(model=checkpoint, logprobs_mode=name)).model.logprobs_mode == mode

@@ -11,6 +11,13 @@ from tokserve.config import BACKENDS, PACKING, Config, CorsConfig, parsers
 from tokserve.config.cors import ANY
 
 HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # RFC 9110, 5.6.2
+OF_TEXT = (  # options of routes with text
+    "chat_template",
+    "default_chat_template_kwargs",
+    "enable_auto_tool_choice",
+    "reasoning_parser",
+    "tool_call_parser",
+)
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")  # RFC 6454, 6.2
 
 
@@ -76,10 +83,8 @@ def _check_server(config: Config) -> None:
         raise StartError("data_parallel_backend ray goes with api_server_count 1")
     if server.tool_parser_plugin is None:  # whose names are known when it is loaded
         parsers.check(server.tool_call_parser, server.reasoning_parser)
-    reasoning = "" if server.reasoning_parser in ("auto", "none") else server.reasoning_parser
-    text = ("chat_template", server.chat_template), ("reasoning_parser", reasoning)
-    for name, value in (*text, ("enable_auto_tool_choice", server.enable_auto_tool_choice)):
-        if server.tokens_only and value:
+    for name in OF_TEXT if server.tokens_only else ():
+        if (value := getattr(server, name)) and value not in ("auto", "none"):
             raise StartError(f"{name} has no use with tokens_only")
 
 
