@@ -66,6 +66,20 @@ def test_logits_that_are_not_finite(server: ScriptedServer) -> None:
     assert (actual["token_ids"], actual["finish_reason"], actual["stop_detail"]["kind"]) == ([5, 6], "error", "nan")
 
 
+def test_a_reply_follows_the_form_of_its_request(server: ScriptedServer) -> None:
+    """At each token, and at its end."""
+    ids = {
+        letter: httpx.post(server.url + "/tokenize", json={"prompt": letter}).json()["tokens"][0] for letter in "yesa"
+    }
+    params = {"structured_outputs": {"choice": ["yes", "no"]}}
+    actual = choice(generate(server, ScriptedReply([ids[letter] for letter in "yes"]), params=params))
+    assert actual["token_ids"] == [*(ids[letter] for letter in "yes"), EOS] and actual["finish_reason"] == "stop"
+    for text, num_tokens in (("ye", 2), ("yas", 1), ("", 0)):
+        refused = generate(server, ScriptedReply([ids[letter] for letter in text]), params=params)
+        message = f"after {num_tokens} output tokens: all are excluded by structured_outputs"
+        assert refused.status_code == 400 and message in refused.text, refused.text
+
+
 @pytest.mark.parametrize("status", [503, 429])
 def test_refusal(server: ScriptedServer, status: int) -> None:
     response = generate(server, ScriptedReply(refuse=status))

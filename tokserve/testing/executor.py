@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -13,6 +14,7 @@ import numpy as np
 from tokserve.protocol.kv_spec import KVLayout, KVSpec
 from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.protocol.plan import (
+    NO_LEGAL_TOKEN,
     NOT_FINITE,
     OK,
     WITHHELD,
@@ -22,8 +24,11 @@ from tokserve.protocol.plan import (
     NewRow,
     StepPlan,
     StepResult,
+    UInt32,
 )
 from tokserve.testing.script import ScriptedReply
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_LOGPROB = -1.0
 IDLE_SECONDS = 0.002  # between two steps in which all rows wait
@@ -93,6 +98,15 @@ class Row(NamedTuple):
     top_logprobs: list[float]
 
 
+def _masks(bitmask: GrammarBitmask | None) -> tuple[dict[int, UInt32], set[int]]:
+    """The mask of each slot's next token, and the slots that must not sample.  A slot's other masks are those of
+    drafts, none of which a script accepts."""
+    if bitmask is None:
+        return {}, set()
+    in_order = zip(bitmask.slots.tolist(), bitmask.bits, strict=True)
+    return dict(reversed(list(in_order))), set(bitmask.withheld.tolist())
+
+
 def _columns(rows: Sequence[Row]) -> LogprobRows:
     width = max((len(row.top_ids) for row in rows), default=0)
     ids, values = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), np.float32)
@@ -130,7 +144,8 @@ class ScriptedModel:
         self._plan = plan
 
     def sample(self, bitmask: GrammarBitmask | None) -> Future[StepResult]:
-        """The script's tokens.  A grammar does not change them."""
+        """The script's tokens.  A grammar does not change them: one that it does not allow ends the choice with an
+        error, also the EOS token after the script's last."""
         plan, self._plan = self._plan, None
         assert plan is not None
         rows = list(zip(plan.slots.tolist(), plan.num_logits.tolist(), strict=True))
@@ -138,17 +153,27 @@ class ScriptedModel:
         counts = np.zeros(len(rows), np.int32)
         token_ids: list[int] = []
         logprobs: list[Row] = []
+        masks, withheld = _masks(bitmask)
         for index, (slot_number, num_logits) in enumerate(rows):
             slot = self._slots[slot_number]
             if not num_logits:
                 continue
-            if slot.choice.holds(slot.num_output, slot.row.request_id, self.faults):
+            if slot_number in withheld or slot.choice.holds(slot.num_output, slot.row.request_id, self.faults):
                 status[index] = WITHHELD
                 continue
             if slot.num_output == slot.choice.reply.fail_at:
                 status[index] = NOT_FINITE
                 continue
             token, logprob = self._token(slot)
+            if slot_number in masks and not masks[slot_number][token // 32] >> np.uint32(token % 32) & 1:
+                logger.error(
+                    "the script's token %d, number %d of request %s, is none that structured_outputs allows",
+                    token,
+                    slot.num_output,
+                    slot.row.request_id,
+                )
+                status[index] = NO_LEGAL_TOKEN
+                continue
             token_ids.append(token)
             logprobs.append(self._row(token, logprob, slot.row.task))
             counts[index] = 1
