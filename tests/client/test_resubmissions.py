@@ -26,7 +26,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
     def run(scene: Scene, seconds: float, name: str | None = "api-0") -> None:
         monkeypatch.setattr(resubmissions, "LEAVING_SECONDS", seconds)
 
-        async def whole() -> None:
+        async def session() -> None:
             with FakeEngine(f"ipc://{tmp_path}/e.sock", script=echo) as engine:
                 llm = AsyncLLM.from_config(config(tokens_only=True))
                 await llm.connect(engine.address, name=name)
@@ -34,18 +34,18 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
                 assert llm._engine.requests.idle and not llm._engine.request_ids()
                 await llm.shutdown()
 
-        asyncio.run(whole())
+        asyncio.run(session())
 
     return run
 
 
 def refusing(count: int) -> Callable[[Submit], SubmitReply]:
     """An admission that says of the first submissions that their id is in use."""
-    left = [count]
+    remaining = [count]
 
     def admission(submit: Submit) -> SubmitReply:
-        left[0] -= 1
-        return SubmitReply(submit.call_id, "duplicate_id" if left[0] >= 0 else "", "in use")
+        remaining[0] -= 1
+        return SubmitReply(submit.call_id, "duplicate_id" if remaining[0] >= 0 else "", "in use")
 
     return admission
 
@@ -56,10 +56,10 @@ def test_an_id_is_waited_for_and_aborts_find_the_request_meanwhile(play: Callabl
         stream = llm.stream([1, 2], PLAIN, request_id="r", group_id="g")
         assert (await collect(stream))[0].token_ids == [1, 2]
         [announce] = engine.wait(Announce)
-        first, *others = engine.wait(Submit, 4)
+        first, *later = engine.wait(Submit, 4)
         assert (announce.request_id, announce.group_id) == ("r", "g") and first.announced == 0
-        assert [other.announced for other in others] == [announce.number] * 3
-        assert {other.call_id for other in others} == {first.call_id}
+        assert [submit.announced for submit in later] == [announce.number] * 3
+        assert {submit.call_id for submit in later} == {first.call_id}
         assert [message.number for message in engine.wait(EndAnnouncement)] == [announce.number]
 
     play(scene, 600.0)
