@@ -32,15 +32,10 @@ def test_sizes_have_suffixes() -> None:
 
 
 def test_numbers_of_tokens_have_suffixes() -> None:
+    names = "max_model_len", "max_num_batched_tokens", "max_queued_tokens", "max_chunk", "state_snapshot_interval"
     for text, count in (("4096", 4096), ("4k", 4000), ("4K", 4096)):
-        for name in (
-            "max_model_len",
-            "max_num_batched_tokens",
-            "max_queued_tokens",
-            "max_chunk",
-            "state_snapshot_interval",
-        ):
-            assert getattr(parsed("--" + name.replace("_", "-"), text), name) == count
+        values = parsed(*(word for name in names for word in ("--" + name.replace("_", "-"), text)))
+        assert [getattr(values, name) for name in names] == [count] * len(names)
 
 
 @pytest.mark.parametrize("text", ["", "G", "x", "1.5", "infG", "nanK"])

@@ -14,6 +14,7 @@ import numpy as np
 import zmq
 
 from tests.outputs import Output, pack
+from tests.waiting import PATIENCE
 from tokserve.config import (
     CacheConfig,
     Config,
@@ -151,7 +152,7 @@ class FakeEngine:
         """One step with these outputs."""
         self.send(pack(outputs, StepStats(**stats)))
 
-    def wait(self, kind: type[T], count: int = 1, seconds: float = 10.0) -> list[T]:
+    def wait(self, kind: type[T], count: int = 1, seconds: float = PATIENCE) -> list[T]:
         """All messages of a kind, once there are `count`."""
         with self._news:
             end = time.monotonic() + seconds

@@ -12,6 +12,7 @@ import pytest
 
 from tests.client.fake_engine import FakeEngine, config, echo, logprobs_for, stop, tokens
 from tests.client.scenes import settled, waited
+from tests.waiting import until
 from tokserve.base.errors import EngineDead, RequestError, RequestFailed, StartError
 from tokserve.client import requests
 from tokserve.client.async_llm import AsyncLLM, collect
@@ -344,8 +345,9 @@ def test_a_death_while_the_tokenizer_loads_stops_the_start(tmp_path: Path, monke
         def load(directory: Path) -> None:
             engine.wait(Call)
             engine.send(Dead("too late"))
-            time.sleep(0.2)
+            until(lambda: llm.dead)
 
+        llm = AsyncLLM.from_config(config(tmp_path))
         monkeypatch.setattr(Tokenizer, "load", load)
         with pytest.raises(StartError, match="too late"):
-            asyncio.run(AsyncLLM.from_config(config(tmp_path)).connect(address))
+            asyncio.run(llm.connect(address))

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.client.fake_engine import READY, config
+from tests.waiting import until
 from tokserve.base.curve import make_keys
 from tokserve.base.errors import EngineDead, StartError
 from tokserve.base.processes import describe_exit
@@ -202,10 +202,7 @@ def test_the_engine_ends_with_the_event_loop(mode: Any) -> None:
         import gc
 
         gc.collect()
-        end = time.monotonic() + 10
-        while _alive(pids[0]) and time.monotonic() < end:
-            time.sleep(0.02)
-    assert not _alive(pids[0])
+        until(lambda: not _alive(pids[0]))
 
 
 def _alive(pid: int) -> bool:

@@ -24,6 +24,7 @@ from safetensors.torch import load
 from tests.client.fake_engine import config, logprobs_for
 from tests.client.scenes import make
 from tests.text.checkpoints import write_chatml
+from tests.waiting import until
 from tokserve.base.errors import Conflict, EngineDead, RequestError, StartError
 from tokserve.client import launch
 from tokserve.client.results import Logprob, PromptLogprobs, TokenLogprobs
@@ -420,10 +421,7 @@ def test_ctrl_c_stops_the_work_and_the_engine_lives(missed: bool, model: Path) -
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             signal.signal(signal.SIGINT, handler)
         thread.join()
-        end = time.monotonic() + 10
-        while hanging._llm.num_inflight and time.monotonic() < end:
-            time.sleep(0.01)
-        assert hanging._llm.num_inflight == 0
+        until(lambda: hanging._llm.num_inflight == 0)
         assert hanging._wait(hanging._llm.call("ping")) == {}
 
 

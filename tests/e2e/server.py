@@ -17,6 +17,7 @@ import httpx
 import psutil
 
 from tests.replies import good
+from tests.waiting import PATIENCE
 
 START_SECONDS = 120.0
 NO_TLS = False  # httpx's `verify`: it reads the authorities' certificates, 20 ms, for each request outside a client
@@ -48,7 +49,7 @@ class Served(ABC):
         assert lines, name
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
-    def wait_idle(self, seconds: float = 30.0) -> None:
+    def wait_idle(self, seconds: float = PATIENCE) -> None:
         """Until the engine runs and holds nothing."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import httpx
 import pytest
 
 from tests.e2e.server import Server
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 SMALL = ("--max-model-len", "512", "--kv-cache-memory-bytes", "4M")
@@ -180,10 +180,7 @@ def test_deaths_and_expiry(tmp_path: Path) -> None:
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(1000)):
             with socket.create_connection((kv_params["remote_host"], kv_params["remote_port"]), 10) as connection:
                 connection.sendall(garbage)
-        end = time.monotonic() + 30
-        while first.metric("tokserve:kv_blocks_leased"):
-            assert time.monotonic() < end, "the lease does not expire"
-            time.sleep(0.2)
+        until(lambda: not first.metric("tokserve:kv_blocks_leased"), "the lease does not expire")
         refused = strict.post(GENERATE, body | {"kv_transfer_params": kv_params})
         assert refused.status_code == 500 and "lease has ended" in refused.json()["error"]["message"]
         kv_params = prefill(first, body)
@@ -209,8 +206,5 @@ def test_a_decode_server_that_dies_frees_the_lease(tmp_path: Path) -> None:
         with Server("demo", *flags("tcp", "kv_consumer", tmp_path)) as second:
             prefill(first, body)
             second.stop(signal.SIGKILL)
-        end = time.monotonic() + 30
-        while first.metric("tokserve:kv_blocks_leased"):
-            assert time.monotonic() < end
-            time.sleep(0.2)
+        until(lambda: not first.metric("tokserve:kv_blocks_leased"))
         first.wait_idle()

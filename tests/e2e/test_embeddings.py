@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from tests.e2e.server import Served, Server
 from tests.threads import ServerThread
 from tests.tiny_models import tiny_config, write_checkpoint
+from tests.waiting import until
 from tokserve import LLM, PoolingParams
 from tokserve.base.errors import RequestError
 
@@ -154,20 +154,24 @@ def slow(checkpoint: Path) -> Iterator[Served]:
         yield one
 
 
-def asked_for_many(server: Served, asks: ThreadPoolExecutor) -> Future[httpx.Response]:
-    """A request for many vectors, of which some are there."""
-    before = server.metric("tokserve:prompt_tokens_total")
-    answer = asks.submit(server.post, "/encode", {"input_ids": [[5 + i % 90, *range(5, 70)] for i in range(300)]})
-    while server.metric("tokserve:prompt_tokens_total") < before + 200:
-        time.sleep(0.001)
-    return answer
+def paused_among_many(server: Served, asks: ThreadPoolExecutor, mode: str) -> Future[httpx.Response]:
+    """A request for vectors, of which some were there and others not when a pause came: for as many as it takes."""
+    for count in (300 << power for power in range(8)):
+        before = server.metric("tokserve:prompt_tokens_total")
+        ids = [[5 + i % 90, *range(5, 70)] for i in range(count)]
+        answer = asks.submit(server.post, "/encode", {"input_ids": ids})
+        until(lambda before=before: server.metric("tokserve:prompt_tokens_total") >= before + 200)  # type: ignore[misc]
+        assert server.post(f"/pause?mode={mode}", {}).status_code == 200
+        if not answer.done() if mode == "keep" else answer.result().status_code != 200:
+            return answer
+        assert server.post("/resume", {}).status_code == 200
+    raise AssertionError("vectors are computed faster than a pause comes")
 
 
 def test_one_version_of_the_weights_makes_all_vectors(slow: Served, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_config("qwen3", dtype="float32"), seed=2)
     with ThreadPoolExecutor(1) as asks:
-        answer = asked_for_many(slow, asks)
-        assert slow.post("/pause?mode=keep", {}).status_code == 200 and not answer.done()
+        answer = paused_among_many(slow, asks, "keep")
         assert slow.post("/update_weights", {"weight_dir": str(tmp_path), "weight_version": "new"}).status_code == 200
         assert slow.post("/resume", {}).status_code == 200
         items = answer.result().json()
@@ -177,8 +181,7 @@ def test_one_version_of_the_weights_makes_all_vectors(slow: Served, tmp_path: Pa
 
 def test_what_a_pause_aborts_may_be_sent_again(slow: Served) -> None:
     with ThreadPoolExecutor(1) as asks:
-        answer = asked_for_many(slow, asks)
-        assert slow.post("/pause?mode=abort", {}).status_code == 200
+        answer = paused_among_many(slow, asks, "abort")
         assert answer.result().status_code == 503 and answer.result().headers["retry-after"] == "1"
         assert "(abort_pause)" in answer.result().json()["error"]["message"]
     assert slow.post("/resume", {}).status_code == 200

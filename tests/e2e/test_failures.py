@@ -18,11 +18,11 @@ import psutil
 import pytest
 
 from tests.e2e.server import Server
-from tests.waiting import until
+from tests.waiting import PATIENCE, until
 
 # many choices: a single one of this model is done in well under a second
 LONG: dict[str, Any] = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 1900, "ignore_eos": True, "n": 64}}
-SHORTER = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 300, "ignore_eos": True, "n": 64}}
+SHORT = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 30, "ignore_eos": True, "n": 4}}
 
 
 def test_kill_9_of_the_engine() -> None:
@@ -82,16 +82,18 @@ def test_sigterm_drains_exits_0_and_leaves_nothing_behind() -> None:
         assert files
 
         async def scene() -> tuple[httpx.Response, httpx.Response]:
-            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-                running = asyncio.create_task(client.post("/inference/v1/generate", json=SHORTER))
-                await asyncio.to_thread(until, lambda: server.metric("tokserve:num_requests_running"))
+            async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
+                assert (await client.post("/pause?mode=keep")).status_code == 200  # or all might be over too soon
+                in_flight = asyncio.create_task(client.post("/inference/v1/generate", json=SHORT))
+                await asyncio.to_thread(until, lambda: server.metric("tokserve:num_requests_waiting"))
                 server.process.send_signal(signal.SIGTERM)
                 await asyncio.to_thread(until, lambda: any("stopping" in line for line in server.log))
-                refused = await client.post("/inference/v1/generate", json=SHORTER)
-                return await running, refused
+                refused = await client.post("/inference/v1/generate", json=SHORT)
+                assert not in_flight.done() and (await client.post("/resume")).status_code == 200
+                return await in_flight, refused
 
         done, refused = asyncio.run(scene())
-        assert done.status_code == 200 and [len(c["token_ids"]) for c in done.json()["choices"]] == [300] * 64
+        assert done.status_code == 200 and [len(c["token_ids"]) for c in done.json()["choices"]] == [30] * 4
         assert refused.status_code == 503 and refused.headers["retry-after"]
         assert server.process.wait(30) == 0
         assert not psutil.pid_exists(engine.pid)
@@ -154,9 +156,9 @@ def test_a_second_sigint_hangs_up_on_a_client_that_does_not_read() -> None:
             b"POST /inference/v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n" % len(body) + body
         )
-        time.sleep(0.5)
+        until(lambda: server.metric("tokserve:generation_tokens_total") >= 2000)
         server.process.send_signal(signal.SIGINT)
-        time.sleep(0.1)
+        until(lambda: any("stopping" in line for line in server.log))
         assert server.stop(signal.SIGINT) == 0
         assert not any("ERROR" in line or "Traceback" in line for line in server.log), server.log
 
@@ -191,11 +193,7 @@ def test_without_file_descriptors_it_hangs_up_and_serves_again_when_there_are_so
         with suppress(ConnectionResetError):
             assert last.recv(1) == b"", "it should hang up on those that it has no descriptor for"
         clients.close()
-        for _ in range(300):  # until it has seen the others go
-            with suppress(httpx.TransportError):
-                assert server.get("/health").status_code == 200
-                break
-            time.sleep(0.1)
+        until(lambda: is_healthy(server))  # it has seen the others go
         assert len(server.generate([5, 6], max_tokens=4, ignore_eos=True)["choices"][0]["token_ids"]) == 4
         assert not any("Traceback" in line for line in server.log), server.log
 
@@ -212,6 +210,13 @@ def test_an_idle_server_uses_no_cpu(demo: Server) -> None:
     time.sleep(2.0)
     spent = [sum(p.cpu_times()[:2]) - b for p, b in zip(processes, before, strict=True)]
     assert max(spent) < 0.2, spent
+
+
+def is_healthy(server: Server) -> bool:
+    try:
+        return server.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def run(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.e2e.killed_trainer import POINTS
 from tests.e2e.server import Server
+from tests.waiting import PATIENCE
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.rl import ServerError, TokserveClient
 
@@ -96,7 +97,7 @@ def test_without_a_successor_an_update_is_rolled_back(server: Server) -> None:
 
     async def waits() -> None:
         async with TokserveClient(server.url, take_over=False) as client:
-            end = time.monotonic() + 60
+            end = time.monotonic() + PATIENCE
             while time.monotonic() < end:
                 try:
                     return await client.control("/start_weight_update")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 
 from tests.e2e.server import Server
 from tests.e2e.test_rl import variant
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 SMALL = ("--max-model-len", "512", "--kv-cache-memory-bytes", "800K", "--tokens-only")  # 50 blocks of 16 tokens
@@ -39,10 +39,15 @@ def operations(server: Server, operation: str) -> float:
 
 
 def wait_for(server: Server, operation: str, count: int) -> None:
-    end = time.monotonic() + 30
-    while operations(server, operation) < count:
-        assert time.monotonic() < end, f"{operation} is {operations(server, operation)}"
-        time.sleep(0.05)
+    until(lambda: operations(server, operation) >= count, f"{operation} is below {count}")
+
+
+def comes_from_the_store(server: Server, number: int, expected: Any) -> bool:
+    """Whether blocks of the prompt do, as soon as they were kept; the reply is always the expected one."""
+    assert server.post("/reset_prefix_cache", {}).status_code == 200
+    result, cached = outcome(server, number)
+    assert result == expected and cached in (0, 320)
+    return cached == 320
 
 
 @pytest.mark.parametrize("ranks", RANKS, ids=" ".join)
@@ -102,10 +107,10 @@ def test_a_weight_update_leaves_no_stale_kv(ranks: tuple[str, ...], tmp_path: Pa
         for number in (1, 0, 1):
             reply = server.post("/update_weights", {"weight_dir": str(weights[number])})
             assert reply.status_code == 200, reply.text
-            time.sleep(0.5)  # until the digest of the new weights is computed
-            result, cached = outcome(server, 0)
-            assert result == outcomes[number]
-        assert cached == 320  # the weights of before the last update: what was kept then is good again
+            kept = operations(server, "saved")
+            # until the digest of the new weights is computed
+            until(lambda number=number: comes_from_the_store(server, 0, outcomes[number]))  # type: ignore[misc]
+        assert operations(server, "saved") == kept  # these weights are back: what was kept of them is good again
         assert server.post("/sleep?level=1", {}).status_code == 200
         assert server.post("/wake_up", {}).status_code == 200
         assert outcome(server, 0) == (outcomes[1], 320)

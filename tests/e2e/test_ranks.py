@@ -6,7 +6,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +28,7 @@ from tests.models.classifiers import classifier
 from tests.ports import free_port
 from tests.replies import good
 from tests.tiny_models import tiny_config, write_checkpoint
+from tests.waiting import until
 from tokserve import LLM, LoRARequest, SamplingParams, rl
 from tokserve.base.errors import StartError
 from tokserve.rl.broadcast import TransferGroup, send
@@ -299,14 +299,9 @@ def test_an_engine_whose_rank_dies_is_replaced(qwen3: Path) -> None:
     with Server(qwen3, "-tp", "2", "--tokens-only", "--max-model-len", "256", "--restart-engine", "1") as server:
         before = reply(server)
         rank_processes(server)[1].kill()
-        deadline = time.monotonic() + 60
-        while server.get("/health").status_code != 200 or len(psutil.Process(server.process.pid).children()) != 1:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        time.sleep(1)
-        while server.get("/health").status_code != 200:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+        until(lambda: any("another engine serves" in line for line in server.log), server.log)
+        until(lambda: server.get("/health").status_code == 200)
+        assert len(psutil.Process(server.process.pid).children()) == 1
         assert reply(server) == before
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests import needs
 from tests.e2e.server import Server
+from tests.waiting import PATIENCE
 
 IDLE, STREAMS = 2000, 500
 GROWTH = 48 << 20  # bytes that a process may keep after a second round: arenas, not requests
@@ -82,8 +83,8 @@ def alone(url: str) -> list[Answer]:
 
 
 def more_files(processes: list[psutil.Process], before: list[int]) -> list[int]:
-    """How many more files are open than before; it waits up to ten seconds until there are no more."""
-    end = time.monotonic() + 10
+    """How many more files are open than before; it waits until there are no more, but not for ever."""
+    end = time.monotonic() + PATIENCE
     while True:
         more = [max(0, process.num_fds() - old) for process, old in zip(processes, before, strict=True)]
         if not any(more) or time.monotonic() > end:

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from tests.engine.harness import Engine
+from tests.waiting import PATIENCE
 from tokserve.base.errors import RequestError
 from tokserve.features.grammar.engine import GrammarFeature
 from tokserve.features.grammar.grammar import Grammar
@@ -55,7 +56,7 @@ def pair(directory: Path, connector: str = "tcp", policy: str = "fail") -> Itera
 
 def run(*engines: Engine, until: Callable[[], Any]) -> None:
     """Step the engines until the condition holds: threads copy blocks."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + PATIENCE
     while not until():
         assert time.monotonic() < end
         for engine in engines:
