@@ -365,6 +365,11 @@ def test_a_pause_of_a_block_ends_with_it(fake: LLM, monkeypatch: pytest.MonkeyPa
     with suppress(ZeroDivisionError), fake.paused():
         _ = 1 / (0 if fails else 1)
     assert methods == ["pause", "resume"]
+    with fake.paused():
+        with suppress(ZeroDivisionError), fake.paused("abort"):
+            _ = 1 / (0 if fails else 1)
+        methods.append("in the outer block")
+    assert methods[2:] == ["pause", "pause", "in the outer block", "resume"]
 
 
 def test_state_methods_return_the_last_status(fake: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

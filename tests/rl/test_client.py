@@ -244,6 +244,37 @@ def test_a_pause_that_is_refused_is_not_resumed() -> None:
     assert sent == ["/pause"] and isinstance(error, rl.ServerError)
 
 
+def test_of_several_pauses_the_last_one_that_ends_resumes() -> None:
+    async def nested(client: rl.AsyncClient) -> None:
+        for _ in range(2):
+            async with client.paused():
+                async with client.paused("abort"):
+                    pass
+                await client.state()
+
+    once = ["/pause", "/pause", "/inference/v1/state", "/resume"]
+    assert run({}, nested) == (once * 2, None)
+
+    async def refused_within(client: rl.AsyncClient) -> None:
+        async with client.paused():
+            with pytest.raises(rl.ServerError):
+                async with client.paused():
+                    raise AssertionError
+            await client.state()
+
+    assert run({"/pause": [OK, refusal(409)]}, refused_within) == (once, None)
+
+    async def at_once(client: rl.AsyncClient) -> None:
+        first, second = client.paused(), client.paused()
+        await first.__aenter__()
+        await second.__aenter__()
+        await first.__aexit__(None, None, None)
+        await client.state()
+        await second.__aexit__(None, None, None)
+
+    assert run({}, at_once) == (once, None)
+
+
 def test_a_pause_is_extended_until_it_is_ended() -> None:
     script: dict[str, list[Answer]] = {"/extend_pause": [OK, httpx.ReadError("cut"), OK, refusal(409), OK]}
 

@@ -30,6 +30,8 @@ def _part(request: Any, name: str) -> Any:
 class AdminMethods(ABC):
     """Methods of a client that can call the engine."""
 
+    _pauses = 0  # blocks of `paused`
+
     @property
     @abstractmethod
     def status(self) -> Status:
@@ -71,12 +73,16 @@ class AdminMethods(ABC):
 
     @asynccontextmanager
     async def paused(self, mode: str = "keep") -> AsyncIterator[None]:
-        """Pause for the length of the block; resumes even if it raises or is cancelled, also while it is pausing."""
+        """Pause for the length of the block; resumes even if it raises or is cancelled, also while it is pausing.  Of
+        several blocks, nested or at once, the last one that ends resumes."""
+        self._pauses += 1
         try:
             await self.pause_generation(mode=mode, clear_cache=False)
             yield
         finally:
-            await self.resume_generation()
+            self._pauses -= 1
+            if not self._pauses:
+                await self.resume_generation()
 
     async def is_paused(self) -> bool:
         """Whether generation is paused."""

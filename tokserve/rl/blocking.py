@@ -128,7 +128,8 @@ class Client:
 
     @contextmanager
     def paused(self, mode: str = "keep", *, lease: float = PAUSE_LEASE) -> Iterator[None]:
-        """Pause for the length of the block; resumes even if it raises, also on Ctrl-C, and while it is pausing.
+        """Pause for the length of the block; resumes even if it raises, also on Ctrl-C, and while it is pausing.  Of
+        several blocks of this client, nested or at once, the last one that ends resumes.
 
         The pause is extended by a thread while the block computes; when this process has ended, the server goes on by
         itself after `lease` seconds (0: never).

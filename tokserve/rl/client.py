@@ -88,6 +88,8 @@ class AsyncClient:
         self._turns = PromptTurns(connections)  # of what the rollouts' pool sends
         self._left: deque[str] = deque(maxlen=LEFT_IDS)  # ids of streams that were left
         self._routes = WeightRoutes(self._connection)
+        self._pauses = 0  # blocks of `paused`
+        self._is_paused = False  # by one of them
         self._resuming: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -313,26 +315,32 @@ class AsyncClient:
 
     @asynccontextmanager
     async def paused(self, mode: str = "keep", *, lease: float = PAUSE_LEASE) -> AsyncIterator[None]:
-        """Pause for the length of the block; resumes even if it raises or is cancelled, also while it is pausing.
+        """Pause for the length of the block; resumes even if it raises or is cancelled, also while it is pausing.  Of
+        several blocks of this client, nested or at once, the last one that ends resumes.
 
         The pause is extended while the event loop runs; if it does not for `lease` seconds (0: for ever), because this
         process has ended, say, the server goes on by itself.
         """
         extending: asyncio.Task[None] | None = None
         refused = False
+        self._pauses += 1
         try:
             try:
                 await self.pause(mode, lease=lease)
             except (ServerError, *NOT_SENT):
                 refused = True
                 raise
+            finally:
+                self._is_paused |= not refused
             if lease:
                 extending = asyncio.create_task(self._keep_paused(lease))
             yield
         finally:
             if extending is not None:
                 extending.cancel()
-            if not refused:
+            self._pauses -= 1
+            if self._is_paused and not self._pauses:
+                self._is_paused = False
                 task = asyncio.create_task(self.resume())  # goes on if this is cancelled once more
                 self._resuming.add(task)
                 task.add_done_callback(self._resuming.discard)
