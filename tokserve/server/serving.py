@@ -211,7 +211,7 @@ class Serving:
         server = self.config.server
         if server.enable_auto_tool_choice is False:
             return None
-        rows = self._plugin.tools + tool_formats.TOOL_FORMATS
+        rows = self.plugin_rows.tools + tool_formats.TOOL_FORMATS
         if server.tool_call_parser != "auto":
             return tool_formats.named(rows, server.tool_call_parser, "tool_call_parser")
         recognised = tool_formats.recognize(self.template, rows)
@@ -225,7 +225,7 @@ class Serving:
         return recognised
 
     @cached_property
-    def _plugin(self) -> plugins.Rows:
+    def plugin_rows(self) -> plugins.Rows:
         """The formats of the plugin.  Raises StartError."""
         return plugins.load(self.config.server.tool_parser_plugin)
 
@@ -235,7 +235,7 @@ class Serving:
         name = self.config.server.reasoning_parser
         if name == "none":
             return None
-        rows = self._plugin.thinking + tool_formats.THINKING
+        rows = self.plugin_rows.thinking + tool_formats.THINKING
         if name != "auto":
             return tool_formats.named(rows, name, "reasoning_parser")
         recognised = tool_formats.recognize_thinking(self.template, rows)

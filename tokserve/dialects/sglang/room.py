@@ -15,6 +15,8 @@ ROOM = Room(
         "/v1/tokenize",
         "/detokenize",
         "/v1/detokenize",
+        "/parse_function_call",
+        "/separate_reasoning",
         "/classify",
         "/encode",
         "/v1/embeddings",

@@ -14,6 +14,7 @@ from tokserve.dialects.sglang import (
     control,
     generate,
     introspection,
+    parse,
     pooling,
     reply,
     tokenize,
@@ -80,6 +81,24 @@ ENDPOINTS = (
             raises=PROMPT,
         )
         for path in ("/detokenize", "/v1/detokenize")
+    ),
+    Endpoint(
+        ("POST",),
+        "/parse_function_call",
+        parse.parse_function_call,
+        parse.ParseCallsBody,
+        text=True,
+        reply=parse.ParsedCalls,
+        raises=PROMPT,
+    ),
+    Endpoint(
+        ("POST",),
+        "/separate_reasoning",
+        parse.separate_reasoning,
+        parse.SeparateReasoningBody,
+        text=True,
+        reply=parse.SeparatedReasoning,
+        raises=PROMPT,
     ),
     Endpoint(
         POSTED,
