@@ -67,7 +67,6 @@ def test_logits_that_are_not_finite(server: ScriptedServer) -> None:
 
 
 def test_a_reply_follows_the_form_of_its_request(server: ScriptedServer) -> None:
-    """At each token, and at its end."""
     ids = {
         letter: httpx.post(server.url + "/tokenize", json={"prompt": letter}).json()["tokens"][0] for letter in "yesa"
     }
