@@ -49,3 +49,13 @@ def test_lists_of_cors_may_be_json_as_vllm_has_them() -> None:
     assert parsed("--allowed-origins", '["http://a", "http://b"]').allowed_origins == ["http://a", "http://b"]
     several = parsed("--allowed-origins", "http://a", "http://b", "--allowed-origins", '["*"]')
     assert several.allowed_origins == ["http://a", "http://b", "*"]
+
+
+def test_defaults_are_computed_once_for_all_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every start of a server makes the parser: it took a second when each flag listed all options."""
+    calls = []
+    original = options.options.option_values
+    monkeypatch.setattr(options.options, "option_values", lambda config: calls.append(0) or original(config))
+    options._defaults.cache_clear()
+    assert parsed("--max-model-len", "5").max_model_len == 5 and parsed().max_model_len is None
+    assert len(calls) == 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import types
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
@@ -71,7 +71,7 @@ def _flags(name: str) -> list[str]:
 def _add(group: Any, name: str, hint: Any) -> None:
     base, text, several = _unwrap(hint)
     flags = _flags(name)
-    default = _default(name)
+    default = _defaults()[name]
     if default not in (None, [], ""):
         text += f" Default: {str(default).lower() if isinstance(default, bool) else default}."
     common: dict[str, Any] = {"dest": name, "default": None, "help": text.replace("%", "%%")}
@@ -124,8 +124,9 @@ def _unwrap(hint: Any) -> tuple[Any, str, bool]:
             return hint, text, several
 
 
-def _default(name: str) -> Any:
-    return next(value for _, field, value in options.option_values(options.Config()) if field == name)
+@cache
+def _defaults() -> dict[str, Any]:
+    return {name: value for _, name, value in options.option_values(options.Config())}
 
 
 def _json(text: str) -> Any:

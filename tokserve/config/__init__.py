@@ -163,8 +163,8 @@ def option_values(config: Config) -> Iterator[tuple[str, str, Any]]:
         options = (
             config.options_of(kind) if name in config.rooms or not hasattr(config, name) else getattr(config, name)
         )
-        for field in msgspec.structs.fields(kind):
-            yield name, field.name, getattr(options, field.name)
+        for field in kind.__struct_fields__:
+            yield name, field, getattr(options, field)
 
 
 def _readable(message: str, values: dict[str, Any]) -> str:
