@@ -65,8 +65,15 @@ def assert_served(client: Client, expected: np.ndarray) -> None:
     assert np.abs(client.score([IDS], [1])[0] - expected).max() < 1e-4
 
 
-@pytest.mark.parametrize("joined", [False, True], ids=["http", "gloo"])
-@pytest.mark.parametrize("part_bytes", [200_000, 1 << 28], ids=["small_parts", "one_part"])
+@pytest.mark.parametrize(
+    ("joined", "part_bytes"),
+    [
+        pytest.param(False, 200_000, id="http-small_parts"),
+        pytest.param(True, 1 << 28, id="gloo-one_part"),
+        pytest.param(False, 1 << 28, id="http-one_part", marks=pytest.mark.slow),
+        pytest.param(True, 200_000, id="gloo-small_parts", marks=pytest.mark.slow),
+    ],
+)
 def test_an_adapted_model_is_served_as_it_computes(
     joined: bool, part_bytes: int, server: Served, adapted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

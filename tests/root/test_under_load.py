@@ -29,7 +29,7 @@ def test_runs_are_repeated_until_one_fails(command: str, code: int, lines: list[
     compiler, pids = tmp_path / "c++", tmp_path / "pids"
     compiler.write_text(COMPILER.format(pids=pids))
     compiler.chmod(0o755)
-    begun = f"while [ ! -s {pids} ]; do :; done; "
+    begun = f"while [ ! -s {pids} ]; do sleep 0.01; done; "
     done = subprocess.run(
         [str(SCRIPT), "2", "sh", "-c", begun + command],
         env=os.environ | {"CXX": str(compiler)},

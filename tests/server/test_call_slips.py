@@ -90,9 +90,17 @@ def on_every_route(calls: list[Any]) -> dict[str, list[Any]]:
 
 
 SHORT = [text for text in NOT_JSON if len(text) < 400]
+FEW = 3  # of several texts: tests/text reads all of them, and the slow tests on every route
 
 
-@pytest.mark.parametrize("arguments", SHORT, ids=lambda text: text[:20])
+def few_quick(texts: list[str]) -> list[Any]:
+    """The first texts, and the others as slow tests."""
+    return [
+        pytest.param(text, marks=pytest.mark.slow if i >= FEW else (), id=text[:20]) for i, text in enumerate(texts)
+    ]
+
+
+@pytest.mark.parametrize("arguments", few_quick(SHORT))
 def test_a_call_that_is_not_json_is_complete_on_no_route(server: tuple[Site, str], arguments: str) -> None:
     s, call = server
     answers = replies(s, call % arguments)
@@ -146,10 +154,11 @@ def test_a_call_that_can_be_read_is_complete_beside_one_that_cannot() -> None:
         assert {"type": "text", "text": bad} in answers[MESSAGES]["content"]
 
 
-def test_mutated_calls_have_what_the_model_wrote_or_are_not_complete(server: tuple[Site, str]) -> None:
+@pytest.mark.parametrize("count", [2, pytest.param(12, marks=pytest.mark.slow)])
+def test_mutated_calls_have_what_the_model_wrote_or_are_not_complete(server: tuple[Site, str], count: int) -> None:
     s, call = server
     rng = random.Random(3)
-    for _ in range(6):
+    for _ in range(count):
         written = {"path": rng.choice(["a", "b\n", '"']), "content": rng.choice(["x", 5, [{}], "\\n"])}
         text = call % json.dumps(written)
         first = call.index("%s") + 1
@@ -165,7 +174,7 @@ CODER_CALL = "<tool_call>\n<function=write>\n<parameter=path>\n%s\n</parameter>\
 VALUES = ["ends with </parameter> here.", "a\n<parameter=other>\nb", "line1\nline2", "</tool_call>", 'say "hi"']
 
 
-@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("value", few_quick(VALUES))
 def test_values_of_elements_are_whole_on_every_route(value: str) -> None:
     """F5 b: half a value was an object on /v1/messages."""
     s = chat_site("", CODER, max_model_len=4096)
