@@ -18,6 +18,7 @@ import numpy as np
 
 from tests.server.byte_tokenizer import EOS, TOKENIZER, VOCAB, ids
 from tokserve.base.errors import REFUSALS, EngineDead, RequestError
+from tokserve.client.announcement import RequestAnnouncement
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.engine_client import EngineClient
 from tokserve.client.inputs import GenerateRequest
@@ -26,7 +27,6 @@ from tokserve.client.request_state import RequestState
 from tokserve.client.stream import Stream
 from tokserve.config import Config
 from tokserve.engine.core import EngineCore
-from tokserve.features.fairness.announcement import RequestAnnouncement
 from tokserve.protocol.commands import COMMANDS
 from tokserve.protocol.messages import (
     Abort,

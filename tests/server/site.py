@@ -18,7 +18,7 @@ from tests.server.scripted_llm import Script, ScriptedLLM, endless, says
 from tests.text.tool_templates import HERMES
 from tests.waiting import PATIENCE
 from tokserve.config import Config
-from tokserve.features.observe.counters import ApiProcess
+from tokserve.server.api_process import ApiProcess
 from tokserve.server.app import build_app
 from tokserve.text.tokenizer import Tokenizer
 

@@ -11,6 +11,7 @@ import pytest
 from tests.server.byte_tokenizer import VOCAB
 from tests.server.site import Caller, Site, site
 from tokserve.client.inputs import GenerateRequest, token_prompt
+from tokserve.features.observe.observers import metrics_of
 from tokserve.protocol.params import SamplingParams
 from tokserve.text.tokenizer import Tokenizer
 
@@ -33,7 +34,7 @@ def play(scene: Scene) -> Site:
         s.llm.hold = True
         async with s.client() as client:
             await scene(s, client)
-        assert not s.llm.num_inflight and not s.app.state.serving.metrics.inflight
+        assert not s.llm.num_inflight and not metrics_of(s.app.state.serving).inflight
         return s
 
     return asyncio.run(run())
@@ -200,7 +201,7 @@ def test_a_group() -> None:
         assert b'"finish_reason":"length"' in other.writes[0]
 
     s = play(scene)
-    assert not s.app.state.serving.metrics.inflight
+    assert not metrics_of(s.app.state.serving).inflight
 
 
 def test_all() -> None:

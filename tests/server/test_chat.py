@@ -455,7 +455,6 @@ def test_strict_refuses_unknown_fields() -> None:
 @pytest.mark.parametrize(
     "field",
     [
-        {"tool_choice": {"type": "allowed_tools"}},
         {"functions": [{}]},
         {"audio": {}},
         {"modalities": ["audio"]},

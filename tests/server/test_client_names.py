@@ -8,8 +8,8 @@ import pytest
 
 from tests.server.site import site
 from tokserve.config import ServerConfig
-from tokserve.features.fairness.client_names import LONGEST, PEER, ClientNames
 from tokserve.server.http.auth import Keys
+from tokserve.server.http.client_names import LONGEST, PEER, ClientNames
 
 GENERATE = "/inference/v1/generate"
 

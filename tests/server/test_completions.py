@@ -12,6 +12,7 @@ from tests.server.byte_tokenizer import TOKENIZER, ids
 from tests.server.scripted_llm import NOWHERE, endless, says
 from tests.server.site import Site, site
 from tests.text.checkpoints import sentence_piece_json
+from tokserve.features.observe.observers import metrics_of
 from tokserve.text.tokenizer import Tokenizer
 
 COMPLETIONS = "/v1/completions"
@@ -329,7 +330,7 @@ def test_refused_prompts(prompt: Any, param: str, stream: bool) -> None:
 def test_a_refused_prompt_refuses_all_prompts_of_the_request() -> None:
     s = site()
     answer = s.post(COMPLETIONS, {"prompt": [[5], [6], [9999]]})
-    assert answer.status_code == 400 and not s.llm.num_inflight and not s.app.state.serving.metrics.inflight
+    assert answer.status_code == 400 and not s.llm.num_inflight and not metrics_of(s.app.state.serving).inflight
     assert not s.llm.calls
     assert 'request_aborts_total{cause="abort_disconnect",engine="0",model_name="tiny"} 0.0' in s.get("/metrics").text
 

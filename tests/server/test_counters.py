@@ -5,8 +5,10 @@ import os
 from tests.server.scripted_llm import TOKEN_SECONDS, says
 from tests.server.site import site
 from tests.server.test_metrics import values
-from tokserve.features.observe.counters import ApiProcess, SharedCounters, create_shared_memory
+from tokserve.features.observe.counters import SharedCounters, create_shared_memory
+from tokserve.features.observe.observers import metrics_of
 from tokserve.protocol.messages import StepStats
+from tokserve.server.api_process import ApiProcess
 
 
 def test_rows_are_summed_and_outlive_their_writer() -> None:
@@ -56,7 +58,7 @@ def test_requests_in_flight_of_a_process_that_has_died_are_forgotten() -> None:
     descriptor = create_shared_memory(2)
     sites = [site(api_process=ApiProcess(index, 123, descriptor), api_server_count=2) for index in range(2)]
     for process in sites:
-        process.app.state.serving.metrics.started()
+        metrics_of(process.app.state.serving).started()
     assert sites[0].get("/load").json()["server_load"] == 2
     site(api_process=ApiProcess(1, 123, descriptor), api_server_count=2)
     assert sites[0].get("/load").json()["server_load"] == 1

@@ -11,6 +11,7 @@ from tests.server.scripted_llm import TOKEN_SECONDS, WAIT_SECONDS, says
 from tests.server.site import Site, site
 from tokserve.client.outputs import EngineReport, Status, StepStats, StoreStats
 from tokserve.features.observe.metrics import SAMPLED
+from tokserve.features.observe.observers import metrics_of
 from tokserve.server.compat import VLLM_METRICS
 from tokserve.server.http.loop_monitor import LoopMonitor
 
@@ -237,9 +238,9 @@ def test_vllms_names_are_exported_on_demand_and_only_those_it_has() -> None:
 
 def test_requests_in_flight_are_a_gauge() -> None:
     s = site()
-    s.app.state.serving.metrics.started()
+    metrics_of(s.app.state.serving).started()
     assert values(s)["tokserve:http_requests_in_flight"] == 1
-    s.app.state.serving.metrics.closed()
+    metrics_of(s.app.state.serving).closed()
     assert values(s)["tokserve:http_requests_in_flight"] == 0
 
 
@@ -254,7 +255,7 @@ def test_a_blocked_event_loop_shows() -> None:
     s = site()
 
     async def block() -> None:
-        watching = asyncio.create_task(LoopMonitor(s.app.state.serving.metrics.observe_lag, 0.01).watch())
+        watching = asyncio.create_task(LoopMonitor(metrics_of(s.app.state.serving).observe_lag, 0.01).watch())
         await asyncio.sleep(0)
         time.sleep(0.2)
         while not values_now()["tokserve:event_loop_stall_seconds_count"]:
@@ -262,7 +263,7 @@ def test_a_blocked_event_loop_shows() -> None:
         watching.cancel()
 
     def values_now() -> dict[str, float]:
-        return parse(s.app.state.serving.metrics.render().decode())
+        return parse(metrics_of(s.app.state.serving).render().decode())
 
     asyncio.run(block())
     assert values(s)["tokserve:event_loop_lag_seconds_sum"] > 0.15

@@ -14,6 +14,7 @@ from tests.route_table import CONTROL
 from tests.server.byte_tokenizer import VOCAB
 from tests.server.site import Caller, Site, site
 from tokserve.base.errors import Conflict, QueueFull
+from tokserve.features.observe.observers import metrics_of
 from tokserve.protocol.params import SamplingParams
 from tokserve.server.tokens.generate import GenerateBody
 
@@ -419,7 +420,7 @@ def test_an_unexpected_error_is_500_without_its_text(
     answer = server.post(GENERATE, PROMPT)
     assert refused(answer, 500, None)["message"] == "internal error"
     assert "/secret/path" in caplog.text
-    assert not server.app.state.serving.metrics.inflight
+    assert not metrics_of(server.app.state.serving).inflight
 
 
 NAMES = [
@@ -522,7 +523,7 @@ def test_garbage_is_a_client_error() -> None:
 
     asyncio.run(scene())
     assert named > 150
-    assert not s.app.state.serving.metrics.inflight and not s.llm.num_inflight
+    assert not metrics_of(s.app.state.serving).inflight and not s.llm.num_inflight
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
@@ -577,7 +578,7 @@ def test_what_the_engine_does_not_accept_is_refused_before_a_200(path: str, body
     assert answer.json() == {
         "error": {"message": "the queue is full", "type": "overloaded_error", "param": None, "code": "queue_full"}
     }
-    assert not s.llm.num_inflight and not s.app.state.serving.metrics.inflight
+    assert not s.llm.num_inflight and not metrics_of(s.app.state.serving).inflight
     shown = s.get("/metrics").text
     assert 'tokserve:request_refusals_total{engine="0",model_name="tiny",reason="queue_full"} 1.0' in shown
     assert 'tokserve:request_refusals_total{engine="0",model_name="tiny",reason="duplicate_id"} 0.0' in shown

@@ -18,6 +18,7 @@ from tests.server.test_tools import ANSWERS, CALL, PARAMETERS
 from tests.text.tool_templates import THINKER
 from tokserve.base.errors import QueueFull
 from tokserve.dialects.openai.responses import ResponsesRenderer
+from tokserve.features.observe.observers import metrics_of
 from tokserve.server.replies import sse
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -539,7 +540,7 @@ def test_a_client_that_leaves_aborts(stream: bool) -> None:
         return s
 
     s = asyncio.run(scene())
-    assert s.llm.released == {"mine#0"} and not s.app.state.serving.metrics.inflight
+    assert s.llm.released == {"mine#0"} and not metrics_of(s.app.state.serving).inflight
 
 
 def test_an_aborted_response_keeps_its_output() -> None:

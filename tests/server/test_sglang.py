@@ -15,6 +15,7 @@ from tests.waiting import PATIENCE
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.dialects.sglang.generate import SglangGenerateBody
 from tokserve.dialects.sglang.sampling import SglangSamplingParams
+from tokserve.features.observe.observers import metrics_of
 from tokserve.protocol.params import SamplingParams, StructuredOutputs
 from tokserve.server.compat import SGLANG
 
@@ -462,7 +463,7 @@ def test_garbage_is_a_client_error() -> None:
                 assert answer.status_code == 400 and answer.json()["error"]["message"]
 
     asyncio.run(scene())
-    assert not s.app.state.serving.metrics.inflight and not s.llm.num_inflight
+    assert not metrics_of(s.app.state.serving).inflight and not s.llm.num_inflight
 
 
 def test_a_grammar_in_ebnf_is_followed() -> None:

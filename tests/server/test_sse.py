@@ -14,6 +14,7 @@ from tests.server.scripted_llm import Script, columns, endless, says
 from tests.server.site import Caller, Site, parse_events, site
 from tests.waiting import PATIENCE
 from tokserve.client.outputs import ChoiceOutput
+from tokserve.features.observe.observers import metrics_of
 from tokserve.protocol.params import SamplingParams
 from tokserve.server.replies import logprobs, reply_parts, sse
 from tokserve.server.replies.sse import StreamWriter, request_failure
@@ -425,7 +426,7 @@ def test_the_engines_death_in_a_stream() -> None:
         await caller.wait_for(lambda _: s.llm.num_inflight == 1)
         s.llm.die()
         await caller.task
-        assert not s.app.state.serving.metrics.inflight
+        assert not metrics_of(s.app.state.serving).inflight
         return caller
 
     caller = asyncio.run(scene())
@@ -476,7 +477,7 @@ def test_a_client_that_leaves_aborts(route: str, body: dict[str, Any], stream: b
         return s
 
     s = asyncio.run(scene())
-    assert s.llm.released == {"mine#0"} and s.llm.num_inflight == 0 and not s.app.state.serving.metrics.inflight
+    assert s.llm.released == {"mine#0"} and s.llm.num_inflight == 0 and not metrics_of(s.app.state.serving).inflight
     assert 'request_aborts_total{cause="abort_disconnect",engine="0",model_name="tiny"} 1.0' in s.get("/metrics").text
 
 
@@ -533,7 +534,7 @@ def test_a_client_that_leaves_before_the_engine_has_accepted(stream: bool) -> No
         return s
 
     s = asyncio.run(scene())
-    assert s.llm.released == {"mine#0"} and not s.app.state.serving.metrics.inflight
+    assert s.llm.released == {"mine#0"} and not metrics_of(s.app.state.serving).inflight
     assert 'request_aborts_total{cause="abort_disconnect",engine="0",model_name="tiny"} 1.0' in s.get("/metrics").text
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokserve.features.chat.chat import ChatTemplate
-from tokserve.features.chat.suffix import Suffixes
+from tokserve.features.chat.templates.suffix import Suffixes
 from tokserve.features.sessions.canonical import PromptContext, canonical, chain
 from tokserve.features.sessions.planning import extension, new_ids
 from tokserve.features.sessions.store import SessionStore

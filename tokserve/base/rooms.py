@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 ROOMS: dict[str, str] = {  # module of the room, by its name; routes of a later one replace those of an earlier one
+    "chat": "tokserve.features.chat.room",
     "observe": "tokserve.features.observe.room",
     "weights": "tokserve.features.weights.room",
     "images": "tokserve.features.images.room",
@@ -46,6 +47,9 @@ class Room:
     `errors`: the `ErrorShape` of its text routes, if that is not OpenAI's.
     `needs`: a boolean option; without it the endpoints are not served.  With it they replace others of the same path.
     `paths`: of `text_endpoints`, or with `needs` of all endpoints: where they are not imported, errors refer to them.
+    `text_start`: a function of the `Serving` of a new server with a tokenizer; it raises StartError.
+    `observers`: a function of a `Serving` that returns a `server.observer.ServerObserver`.
+    `reserve`: a function of a `Serving` and the features of a request's prompts that returns one to call at its end.
     `headers`: a function of a request and an AsyncLLM that returns headers of replies to requests for tokens.
     `conversations`: a function of a `Serving` that returns an observer of text conversations, or None.
     `shared`: a function of a `Config` that returns what the supervisor of several API processes hosts for them, with an
@@ -62,6 +66,9 @@ class Room:
     errors: str = ""
     needs: str = ""
     paths: tuple[str, ...] = ()
+    text_start: str = ""
+    observers: str = ""
+    reserve: str = ""
     headers: str = ""
     conversations: str = ""
     shared: str = ""

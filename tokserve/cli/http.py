@@ -24,7 +24,7 @@ from tokserve.cli.listen import BACKLOG
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.outputs import StepStats, total
 from tokserve.config import Config
-from tokserve.features.observe.counters import ApiProcess
+from tokserve.server.api_process import ApiProcess
 
 logger = logging.getLogger("tokserve.serve")
 HANG_UP = (2.0, 0.5)  # seconds to send the last bytes of replies, after the first signal and after further ones
@@ -128,7 +128,7 @@ def http_server(llm: AsyncLLM, config: Config, api_process: ApiProcess | None) -
         settings.load()
     except OSError as error:  # ssl.SSLError is one
         raise StartError(f"ssl_certfile and ssl_keyfile cannot be used: {error.strerror or error}") from None
-    return Server(settings), app, tracing, LoopMonitor(app.state.serving.metrics.observe_lag), workers.stop
+    return Server(settings), app, tracing, LoopMonitor(app.state.serving.observe_lag), workers.stop
 
 
 def _tracing(config: Config) -> Any:

@@ -22,6 +22,7 @@ from tokserve import checkpoint
 from tokserve.base.errors import EngineDead
 from tokserve.base.structs import prepare_structs
 from tokserve.client.admin import AdminMethods
+from tokserve.client.announcement import RequestAnnouncement
 from tokserve.client.engine_args import options_of
 from tokserve.client.engine_client import EngineClient
 from tokserve.client.generation_config import generation_defaults
@@ -37,7 +38,6 @@ from tokserve.config import Config
 from tokserve.config.resolve import resolve
 from tokserve.features.chat.chat import ChatTemplate
 from tokserve.features.chat.prompts import Prompt, Tokenization, read, tokenization
-from tokserve.features.fairness.announcement import RequestAnnouncement
 from tokserve.features.fleet.replicas import Replicas
 from tokserve.features.images.media.images import ImageReader, refuse_images, with_images
 from tokserve.features.images.parts import ImageUrl

@@ -17,6 +17,7 @@ import msgspec
 
 from tokserve.base.errors import BY_STATUS, EngineDead, RequestError, RequestFailed, StartError
 from tokserve.base.processes import see_log
+from tokserve.client.announcement import RequestAnnouncement
 from tokserve.client.client_socket import ClientSocket
 from tokserve.client.heartbeat import Heartbeat
 from tokserve.client.launch import EngineHandle, watch
@@ -25,7 +26,6 @@ from tokserve.client.request_state import RequestState
 from tokserve.client.requests import Requests
 from tokserve.client.resubmissions import Resubmissions
 from tokserve.config import Config
-from tokserve.features.fairness.announcement import RequestAnnouncement
 from tokserve.protocol.messages import (
     Abort,
     Announce,

@@ -26,8 +26,8 @@ from tokserve.base.rooms import contributions
 from tokserve.base.structs import prepare_structs
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.config import Config
-from tokserve.features.observe.counters import ApiProcess
 from tokserve.server import openapi
+from tokserve.server.api_process import ApiProcess
 from tokserve.server.endpoint import Endpoint, Handler
 from tokserve.server.http import body, errors
 from tokserve.server.http.auth import Keys, route_path
@@ -88,10 +88,9 @@ def build_app(
     app.state.serving = serving = Serving(
         llm, config, app.state, keep_alive=keep_alive, api_process=api_process, trace=trace
     )
-    if serving.text and llm.tokenizer is not None:
-        _ = serving.tool_format, serving.thinking  # raises StartError now instead of at the first request
-        if serving.template.sources is None:
-            logger.warning("the model has no chat template: chat is refused; --chat-template gives one")
+    if serving.text:
+        for _, start in contributions("text_start"):
+            start(serving)
     app.state.table = table = endpoints(config)
     app.state.headers = [headers for _, headers in contributions("headers")]
     for endpoint in table:

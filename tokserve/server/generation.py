@@ -14,17 +14,15 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tokserve.base.errors import RequestError
-from tokserve.client.async_llm import Stream
 from tokserve.client.inputs import bare_id
 from tokserve.client.outputs import ChoiceOutput, DraftCounts
-from tokserve.features.beams.beam_stream import BeamStream
 from tokserve.features.speculation import draft_metrics
 from tokserve.features.speculation.draft_metrics import ReplyMetrics
 from tokserve.protocol.params import DraftReport, SamplingParams
+from tokserve.server.observer import Observer, Render
 from tokserve.server.replies.timing import set_times
 
 T = TypeVar("T")
-Render = Callable[[ChoiceOutput], bytes]  # writes a delta
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -53,23 +51,35 @@ class Usage(msgspec.Struct):
     reasoning_tokens: int | UnsetType = UNSET  # where SGLang's clients read it
 
 
-class Observer(Protocol):
-    """What metrics, the request log and tracing are told about a request."""
+class OutputStream(Protocol):
+    """The outputs of one prompt: a `client.stream.Stream`, or the results of a search."""
 
-    def accepted(self, generation: Generation, params: SamplingParams | None) -> None:
-        """The engine has accepted it."""
+    seed: int
+    num_choices: int
+    prompt_len: int
 
-    def refused(self, error: RequestError) -> None:
-        """It was not accepted."""
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The prompt."""
 
-    def finished(self, completion: ChoiceOutput, prompt_tokens: int, output_tokens: int) -> None:
-        """A choice ended; `completion` is its last delta."""
+    @property
+    def placeholders(self) -> list[tuple[int, int]]:
+        """Start and length of the prompt's features."""
 
-    def aborted(self, cause: str, count: int) -> None:
-        """`count` choices were given up before they finished."""
+    async def accepted(self) -> None:
+        """Wait until the engine accepts the request.  Raises the errors of a refusal."""
 
-    def closed(self) -> None:
-        """The request is over; nothing is called after this."""
+    def take(self) -> Iterator[ChoiceOutput]:
+        """The deltas that are available now.  Raises what ended the request."""
+
+    def listen(self, listener: Callable[[], None] | None) -> None:
+        """Call `listener` when there is something to take."""
+
+    def stall(self, stalled: bool) -> None:
+        """The client does not read, or reads again."""
+
+    async def aclose(self) -> None:
+        """Abort what has not ended."""
 
 
 class ReplyContext(Protocol):
@@ -101,9 +111,8 @@ class Generation:
         self.keep_alive = 0.0  # which sends a comment after so many seconds without one
         self.fingerprint: str | None = None
         self.kv_transfer_params: dict[str, Any] | None = None
-        self.streams: Sequence[Stream | BeamStream] = ()
+        self.streams: Sequence[OutputStream] = ()
         self.adjust: Callable[[ChoiceOutput], ChoiceOutput] | None = None
-        self.timed: Callable[[Render], Render] = _unchanged
         self.rename: Callable[[RequestError], RequestError] = _unchanged  # names fields as in the route's body
         self.on_close: Callable[[], None] = lambda: None
         self.cause: str | None = "abort_disconnect"  # for the metrics, if it is closed before its end
@@ -181,6 +190,16 @@ class Generation:
             for observer in self._observers:
                 observer.finished(delta, self.streams[index // self.n].prompt_len, length)
         return delta
+
+    def started(self) -> None:
+        for observer in self._observers:
+            observer.started()
+
+    def timed(self, render: Render) -> Render:
+        """The function that renders its events, as its observers want it."""
+        for observer in self._observers:
+            render = observer.timed(render)
+        return render
 
     def accepted(self, params: SamplingParams | None) -> None:
         for observer in self._observers:

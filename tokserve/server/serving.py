@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.datastructures import State
@@ -22,7 +22,9 @@ from starlette.requests import Request
 
 from tokserve import __version__
 from tokserve.base import log
-from tokserve.base.errors import EngineDead, NotFound, Overloaded, RequestError, StartError, invalid
+from tokserve.base.errors import EngineDead, NotFound, Overloaded, RequestError, invalid
+from tokserve.base.rooms import contributions
+from tokserve.client.announcement import RequestAnnouncement
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.form_defaults import FormDefaults
 from tokserve.client.generation_config import (
@@ -34,32 +36,21 @@ from tokserve.client.generation_config import (
 )
 from tokserve.client.inputs import POOLS, GenerateRequest, bare_id, token_prompt
 from tokserve.client.request_state import RequestState
-from tokserve.client.stream import Stream
 from tokserve.config import Config
-from tokserve.dialects.sglang.state import SglangState
-from tokserve.features.beams.beam_search import BeamSearchParams
-from tokserve.features.beams.beam_stream import BeamStream, BeamTask
-from tokserve.features.chat import tool_formats
-from tokserve.features.chat.chat import ChatTemplate
-from tokserve.features.chat.output_format import Thinking, ToolFormat
-from tokserve.features.chat.readers import plugins
-from tokserve.features.fairness.client_names import ClientNames
-from tokserve.features.fairness.preparation import Preparation
-from tokserve.features.images.media.cache import NamedImages
-from tokserve.features.images.media.sources import ByteCount
-from tokserve.features.observe.counters import ApiProcess, SharedCounters
-from tokserve.features.observe.metrics import Metrics
-from tokserve.features.observe.request_log import RequestLog
-from tokserve.features.pooling.pooled_outputs import pooler_of
 from tokserve.protocol.kv_transfer import transfer_params
+from tokserve.protocol.messages import Ready
 from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.protocol.prompt import TokenPrompt
-from tokserve.server.generation import Generation, Observer
+from tokserve.server.api_process import ApiProcess
+from tokserve.server.generation import Generation, OutputStream
 from tokserve.server.http import declared
 from tokserve.server.http.body import RENDERED, encode_json, given_rank, given_request_id
 from tokserve.server.http.body_reader import BodyReader
+from tokserve.server.http.client_names import ClientNames
 from tokserve.server.http.disconnect import CancelOnDisconnect
 from tokserve.server.http.workers import off_loop
+from tokserve.server.observer import Observer, ServerObserver
+from tokserve.server.preparation import Preparation
 from tokserve.server.replies import reply_size
 from tokserve.text.tokenizer import Tokenizer
 
@@ -69,7 +60,6 @@ SERVING = ("running", "updating")  # states of the engine in which tokens are ma
 GIVEN_ID = "tokserve.request_id"  # in the scope, once the body has been read: the client's own id, or None
 PREPARATION = "tokserve.preparation"  # in the scope, from the same time: the request's `Preparation`
 OBSERVED = "tokserve.observed"  # in the scope, once `start` has observers of the request
-INNER = ("content", "tool_calls")  # lists within a message
 CHOICE_BYTES = 256  # of memory, about
 SHOWN = 20  # adapters that an error lists
 _IN_GENERATED = re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: )?")  # a place in a grammar of the server's
@@ -78,6 +68,29 @@ _PARAM_NAMES = frozenset(SamplingParams.__struct_fields__)
 
 Prompts = Sequence[Sequence[int] | bytes | TokenPrompt]
 Trace = Callable[[Mapping[str, str]], Observer]  # an observer of the request with these headers
+
+
+T = TypeVar("T")
+
+
+class Search(Protocol):
+    """A search for outputs in the place of drawing them."""
+
+    def limit(self, max_tokens: int) -> None:
+        """Look for outputs of at most this length."""
+
+    def check(self, ready: Ready, max_logprobs: int) -> None:
+        """Raise RequestError for what the engine cannot do."""
+
+    def begin(
+        self,
+        llm: AsyncLLM,
+        request: GenerateRequest,
+        prompts: Sequence[TokenPrompt],
+        client: str,
+        announcement: RequestAnnouncement | None,
+    ) -> Sequence[OutputStream]:
+        """Begin; the results of each prompt."""
 
 
 class FieldPaths(msgspec.Struct, frozen=True):
@@ -122,10 +135,7 @@ class Serving:
         self.state = state
         self.keep_alive = keep_alive
         self._trace = trace
-        self.sglang = SglangState()
-        self.pooler = pooler_of(config.model)
-        self.announced_by_areal: dict[str, Any] | None = None  # tensors that come next
-        self.staged_by_areal = False  # the open update is AReaL's
+        self._states: dict[type, Any] = {}  # of rooms
         self.names = config.server.served_model_name or [config.model.model]
         self.name = self.names[0]
         # other names of the same model that clients send: its directory, and names without their first part
@@ -144,14 +154,17 @@ class Serving:
             if api_process is None or api_process.index == 0:
                 log_what_is_not_followed(config.model)
         self.api_process = api_process or ApiProcess(0, int(time.time()), None)
-        self.images = llm.images
-        self._image_memory = ByteCount(config.media.max_media_memory)
-        self.features = NamedImages(config.media.mm_processor_cache_bytes, lambda image: len(image[1]))
-        counters = SharedCounters(self.api_process.counters, self.api_process.index, config.server.api_server_count)
         self._clients = ClientNames(config.server)
-        self.metrics = Metrics(llm, config, self.name, counters)
-        if self.images is not None:
-            self.images.pool.cache.on_lookup = self.metrics.image_lookup
+        self._reserve = [reserve for _, reserve in contributions("reserve")]
+        self._observed_by: list[ServerObserver] = [self.state_of(kind) for _, kind in contributions("observers")]
+
+    def state_of(self, kind: Callable[[Serving], T]) -> T:
+        """What a room keeps for this server: an object of the class, made of this at the first call."""
+        assert isinstance(kind, type)
+        if kind not in self._states:
+            self._states[kind] = kind(self)
+        state: T = self._states[kind]
+        return state
 
     def client_name(self, request: Request) -> str:
         """Who sends the request: those of one name take turns with those of others."""
@@ -169,79 +182,12 @@ class Serving:
         `min_bytes` bytes pass always."""
         self.tokenizer.check_fits(text, self.llm.ready.max_model_len, field, min_bytes)
 
-    def check_messages(self, messages: Sequence[Any], field: str) -> None:
-        """Raise `RequestError` for more messages, parts of contents and tool calls than a chat may have."""
-        limit = self.config.limits.max_messages
-        count = len(messages)
-        if count <= limit:
-            inner = (message.get(name) for message in messages if isinstance(message, dict) for name in INNER)
-            count += sum(len(parts) for parts in inner if isinstance(parts, list))
-        if count > limit:
-            raise RequestError(
-                f"{field} must have at most {limit} messages, parts and tool calls (--max-messages), got {count}",
-                field=field,
-            )
-
     def check_ids(self, ids: Sequence[int], field: str) -> None:
         """Raise `RequestError` for an id that is in neither the model's vocabulary nor the tokenizer's."""
         limit = max(self.llm.ready.vocab_size, self.tokenizer.vocab_size)
         if ids and not (min(ids) >= 0 and max(ids) < limit):
             index = next(i for i, token in enumerate(ids) if not 0 <= token < limit)
             raise RequestError(f"{field}[{index}] must be a token id from 0 to {limit - 1}", field=f"{field}[{index}]")
-
-    @cached_property
-    def template(self) -> ChatTemplate:
-        """The chat template, the operator's or the model's own."""
-        server = self.config.server
-        return ChatTemplate(
-            self.tokenizer,
-            server.chat_template,
-            server.default_chat_template_kwargs,
-            special_tokens=server.special_tokens_in_content,
-        )
-
-    @cached_property
-    def takes_later_system(self) -> bool:
-        """Whether the chat template takes system messages between other turns."""
-        return self.template.takes_later_system
-
-    @cached_property
-    def tool_format(self) -> ToolFormat | None:
-        """How the model writes tool calls; None: unknown, or they are not to be parsed.  Raises StartError."""
-        server = self.config.server
-        if server.enable_auto_tool_choice is False:
-            return None
-        rows = self.plugin_rows.tools + tool_formats.TOOL_FORMATS
-        if server.tool_call_parser != "auto":
-            return tool_formats.named(rows, server.tool_call_parser, "tool_call_parser")
-        recognised = tool_formats.recognize(self.template, rows)
-        if recognised is not None:
-            logger.info("tool calls: %s, as the chat template writes them", recognised.name)
-        elif server.enable_auto_tool_choice:
-            raise StartError(
-                "enable_auto_tool_choice: the format of tool calls is not known from the model's chat template; "
-                "give --tool-call-parser"
-            )
-        return recognised
-
-    @cached_property
-    def plugin_rows(self) -> plugins.Rows:
-        """The formats of the plugin.  Raises StartError."""
-        return plugins.load(self.config.server.tool_parser_plugin)
-
-    @cached_property
-    def thinking(self) -> Thinking | None:
-        """How the model writes reasoning, if that is returned separately.  Raises StartError."""
-        name = self.config.server.reasoning_parser
-        if name == "none":
-            return None
-        rows = self.plugin_rows.thinking + tool_formats.THINKING
-        if name != "auto":
-            return tool_formats.named(rows, name, "reasoning_parser")
-        recognised = tool_formats.recognize_thinking(self.template, rows)
-        if recognised is not None:
-            logger.info("reasoning: %s, as the chat template has it", recognised.name)
-        return recognised
 
     @property
     def fingerprint(self) -> str:
@@ -357,16 +303,16 @@ class Serving:
         )
 
     def check_generates(self) -> None:
-        if self.pooler is not None:
+        if self.config.model.runner == "pooling":
             raise RequestError(POOLS, field="model", code="unsupported")
 
     async def start(
         self, request: Request, generate: GenerateRequest, prompts: Prompts, fields: FieldPaths, *,
         entry_bytes: int = reply_size.OBJECT_BYTES, tasks: Sequence[SamplingParams] = (),
-        beams: BeamSearchParams | None = None,
+        search: Search | None = None,
     ) -> Generation:  # fmt: skip
         """Send the prompts to the engine and wait until it accepts them.  `entry_bytes`: of a logprob in the reply.
-        `tasks`: one per prompt, with the same n, instead of the request's for all.  `beams`: search for n outputs.
+        `tasks`: one per prompt, with the same n, instead of the request's for all.  `search`: for its outputs.
 
         Everything that can be refused is refused here, before a response begins.  Raises `ClientDisconnected` if the
         client leaves.
@@ -376,12 +322,11 @@ class Serving:
             self.check_generates()
             generate = msgspec.structs.replace(generate, task=params)
             tasks = [capped(task, self._output_cap) for task in tasks]
-        if beams is not None and self._output_cap is not None:
-            beams.max_tokens = min(beams.max_tokens, self._output_cap)
+        if search is not None and self._output_cap is not None:
+            search.limit(self._output_cap)
         request.scope[OBSERVED] = True
         generation = Generation(generate.request_id, 1 if params is None else params.n, self._observers(request))
         generation.is_stream, generation.keep_alive = generate.options.stream, self.keep_alive
-        generation.timed = self.metrics.timed
         generation.rename = fields.rename
         generation.draft_report = generate.options.spec_decode_metrics or "none"
         generation.most_drafts = self.most_drafts
@@ -390,18 +335,18 @@ class Serving:
             generation.prediction_len = len(generate.options.draft_token_ids)
         if generate.text:
             generation.fingerprint = self.fingerprint
-        self.metrics.started()
+        generation.started()
         accepted = False
         try:
             if self.state.draining:
                 raise Overloaded("the server is shutting down", retry_after=5, code="draining")
             states = await self._prepare(request, generate, prompts, fields, tasks)
-            self._reserve_images(generation, prompts)
+            self._reserve_features(generation, prompts)
             if params is not None:
                 self._check_reply(generate, tasks or [params], states, fields, entry_bytes)
             if request.scope.get(GIVEN_ID) is not None:
                 await self.llm.until_unused(generate.request_id, sum(len(state.choices) for state in states))
-            generation.streams = self._submit(request, generate, prompts, states, fields, beams)
+            generation.streams = self._submit(request, generate, prompts, states, fields, search)
             self.bodies.release(request)
             async with CancelOnDisconnect(request.receive):
                 try:
@@ -425,10 +370,10 @@ class Serving:
         prompts: Prompts,
         states: Sequence[RequestState],
         fields: FieldPaths,
-        beams: BeamSearchParams | None,
-    ) -> Sequence[Stream | BeamStream]:
+        search: Search | None,
+    ) -> Sequence[OutputStream]:
         client, preparation = self.client_name(request), request.scope[PREPARATION]
-        if beams is None:
+        if search is None:
             announcement = preparation.take()
             try:
                 return self.llm.submit(states, client, announcement)
@@ -436,24 +381,19 @@ class Serving:
                 if announcement is not None:
                     announcement.end()
         try:
-            beams.validate(self.llm.ready, self.config.model.max_logprobs)
+            search.check(self.llm.ready, self.config.model.max_logprobs)
         except RequestError as error:
             raise fields.rename(error) from None
         vocab = self.llm.ready.vocab_size
         tokens = [token_prompt(ids, vocab) for ids in prompts]
-        return BeamTask(self.llm, generate, tokens, beams, client, preparation.take()).streams
+        return search.begin(self.llm, generate, tokens, client, preparation.take())
 
-    def _reserve_images(self, generation: Generation, prompts: Prompts) -> None:
-        """Count the patches of its images until it ends.  Raises Overloaded."""
+    def _reserve_features(self, generation: Generation, prompts: Prompts) -> None:
+        """Reserve memory for the features of its prompts until it ends.  Raises Overloaded."""
         features = [feature for prompt in prompts if isinstance(prompt, TokenPrompt) for feature in prompt.features]
-        size = sum(len(feature.data) for feature in features)
-        if not self._image_memory.add(size):
-            raise Overloaded(
-                "images of requests in flight use all memory for images (--max-media-memory)",
-                retry_after=1,
-                code="media_overload",
-            )
-        generation.on_close = lambda: self._image_memory.subtract(size)
+        if features:
+            for reserve in self._reserve:
+                generation.on_close = reserve(self, features)
 
     def _check_reply(
         self,
@@ -485,17 +425,21 @@ class Serving:
             raise fields.rename(error) from None
 
     def _observers(self, request: Request) -> list[Observer]:
-        observers: list[Observer] = [self.metrics]
-        if self.config.logs.log_requests:
-            observers.append(RequestLog())
+        observers = [observer for server in self._observed_by for observer in server.observe(request)]
         if self._trace is not None:
             observers.append(self._trace(request.headers))
         return observers
 
+    def observe_lag(self, late: float) -> None:
+        """The event loop woke a sleeper `late` seconds after its time."""
+        for server in self._observed_by:
+            server.lag(late)
+
     def log_refusal(self, request: Request, error: RequestError) -> None:
-        """Log a request that was refused before `start`, such as one whose body cannot be read."""
-        if self.config.logs.log_requests and OBSERVED not in request.scope:
-            RequestLog().refused(error)
+        """Report a request that was refused before `start`, such as one whose body cannot be read."""
+        if OBSERVED not in request.scope:
+            for server in self._observed_by:
+                server.unread(error)
 
     async def check(
         self, request: Request, generate: GenerateRequest, prompts: Prompts, fields: FieldPaths

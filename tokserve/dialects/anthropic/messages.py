@@ -22,6 +22,7 @@ from tokserve.dialects.openai import chat, chat_prompts, schemas, tools
 from tokserve.dialects.openai import render as token_requests
 from tokserve.dialects.openai.chat import ChatCall
 from tokserve.dialects.openai.schemas import ChatBody
+from tokserve.features.chat.text_context import TextContext
 from tokserve.server.http import body, errors
 from tokserve.server.http.workers import off_loop
 from tokserve.server.replies import sse
@@ -118,9 +119,10 @@ def _as_chat(serving: Serving, request_body: CountTokensBody) -> ChatRequest:
         raise invalid("model", "is required")
     if not request_body.messages:
         raise invalid("messages", "must not be empty")
-    serving.check_messages(request_body.messages, "messages")
+    text = serving.state_of(TextContext)
+    text.check_messages(request_body.messages, "messages")
     tool_list = ToolList(request_body.tools)
-    conversation = TurnMessages(tool_list, system_stays=serving.takes_later_system)
+    conversation = TurnMessages(tool_list, system_stays=text.takes_later_system)
     if request_body.system is not None:
         conversation.add_system(request_body.system)
     for i, turn in enumerate(request_body.messages):
@@ -180,7 +182,8 @@ def _thinking(serving: Serving, request_body: CountTokensBody) -> tuple[str | No
     if isinstance(request_body, MessagesBody) and thinking.budget_tokens >= request_body.max_tokens:
         raise invalid("thinking.budget_tokens", f"must be below max_tokens ({request_body.max_tokens})")
     ignored = ["thinking.budget_tokens"]
-    if serving.thinking is None and not serving.template.reads("enable_thinking"):
+    text = serving.state_of(TextContext)
+    if text.thinking is None and not text.template.reads("enable_thinking"):
         ignored.insert(0, "thinking")
     return effort, {"enable_thinking": True}, ignored
 

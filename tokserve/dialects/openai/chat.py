@@ -30,8 +30,10 @@ from tokserve.dialects.openai.schemas import ChatBody
 from tokserve.dialects.openai.tools import OutputParser, ParsedDelta, ResponseFormat, ToolCall, ToolPlan
 from tokserve.features.beams.beam_fields import beam_params
 from tokserve.features.beams.beam_search import BeamSearchParams
+from tokserve.features.beams.beam_stream import search_of
 from tokserve.features.chat.conversation_hooks import ConversationTurn
 from tokserve.features.chat.output_format import AnswerStart
+from tokserve.features.chat.text_context import TextContext
 from tokserve.features.grammar import structured
 from tokserve.features.speculation.draft_metrics import ReplyMetrics
 from tokserve.features.speculation.prediction import with_prediction
@@ -173,7 +175,7 @@ async def respond(
     serving: Serving, request: Request, call: ChatCall, renderer: type[ChatRenderer] | None = None
 ) -> Response:
     """Generate, and answer with what `renderer` makes of it; None: chat's own."""
-    generation = await serving.start(request, call.generate, [call.prompt], call.fields, beams=call.beams)
+    generation = await serving.start(request, call.generate, [call.prompt], call.fields, search=search_of(call.beams))
     follow(serving, generation, call)
     render = (renderer or ChatRenderer)(
         serving, generation, call.body, call.params, reader_of(serving, call.plan, generation, call.params, call.start)
@@ -236,8 +238,9 @@ async def call_of(
             prompt, turn = await followed_prompt(serving, request, body, size, keeps_logprobs=has_logprobs)
         else:
             prompt = await prompt_of(serving, request, body, size, body.reasoning_effort)
+    template = serving.state_of(TextContext).template
     for field, variables in _template_fields(body):
-        reads = (serving.template.reads(name, body.chat_template, bool(body.tools)) for name in variables)
+        reads = (template.reads(name, body.chat_template, bool(body.tools)) for name in variables)
         if source != "messages" or not any(reads):
             if serving.config.server.strict:
                 raise RequestError(f"{field}: nothing of this prompt depends on it", field=field)
@@ -281,6 +284,7 @@ def _fields(source: str | None, prompt: str = "messages", **others: str) -> Fiel
 
 
 def tool_plan(serving: Serving, body: ChatBody) -> ToolPlan:
+    text = serving.state_of(TextContext)
     off = serving.config.server.enable_auto_tool_choice is False
     return tools.make_plan(
         body.tools,
@@ -288,9 +292,9 @@ def tool_plan(serving: Serving, body: ChatBody) -> ToolPlan:
         parallel=body.parallel_tool_calls is not False,
         max_calls=body.max_tool_calls,
         response_format=_shape(serving, body),
-        form=serving.tool_format,
+        form=text.tool_format,
         no_form=tools.SWITCHED_OFF if off else tools.NO_FORMAT,
-        thinking=serving.thinking if body.separates_reasoning else None,
+        thinking=text.thinking if body.separates_reasoning else None,
         tokenizer=serving.tokenizer,
     )
 
@@ -312,7 +316,9 @@ def answer_start(serving: Serving, body: ChatBody, plan: ToolPlan, prompt: Seque
     template = body.chat_template
     if template is not None and not may_render(serving, template):
         template = None
-    return plan.answer_start(serving.tokenizer, prompt, serving.template.before_answer(template, bool(body.tools)))
+    return plan.answer_start(
+        serving.tokenizer, prompt, serving.state_of(TextContext).template.before_answer(template, bool(body.tools))
+    )
 
 
 def _beginning(

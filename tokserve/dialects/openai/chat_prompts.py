@@ -15,9 +15,11 @@ from tokserve.dialects.openai import tools
 from tokserve.dialects.openai.schemas import ChatBody, TokenizeBody
 from tokserve.dialects.openai.tools import OutputParser
 from tokserve.features.chat.conversation_hooks import ChatConversation, ConversationTurn, hook_of
+from tokserve.features.chat.text_context import TextContext
 from tokserve.features.images import request_images
 from tokserve.features.images.media.images import image_slots
 from tokserve.features.images.parts import ImageSlots
+from tokserve.features.images.server_images import ServerImages
 from tokserve.protocol.prompt import TokenPrompt, pack_ids
 from tokserve.server.http.workers import off_loop
 from tokserve.server.serving import Serving
@@ -73,7 +75,7 @@ def rendered(
     options = template_options(serving, body, effort, slots)
     assert body.messages is not None
     try:
-        return serving.template.render(body.messages, **options)
+        return serving.state_of(TextContext).template.render(body.messages, **options)
     except RecursionError:  # JSON text inside a message: the arguments of a tool call
         raise RequestError("messages are nested too deeply", field="messages") from None
 
@@ -85,7 +87,7 @@ def template_options(
     messages or with too many, and for a template that the server does not take from its clients."""
     if body.messages is None:
         raise RequestError("messages is required", field="messages")
-    serving.check_messages(body.messages, "messages")
+    serving.state_of(TextContext).check_messages(body.messages, "messages")
     if body.chat_template is not None and not may_render(serving, body.chat_template):
         raise RequestError(
             "chat_template: templates from requests are refused (see --trust-request-chat-template)",
@@ -108,7 +110,7 @@ def template_options(
 
 def _image_slots(serving: Serving) -> ImageSlots | None:
     """What takes the images of a conversation; None: the model takes none."""
-    reader = serving.images
+    reader = serving.state_of(ServerImages).reader
     return None if reader is None else image_slots(reader.kind, lambda token: serving.tokenizer.decode([token], False))
 
 
@@ -119,7 +121,7 @@ def template_effort(effort: str | None) -> dict[str, Any]:
 
 def may_render(serving: Serving, template: str) -> bool:
     """Whether a template of a body may be used: it names one of the model's, or the server trusts its clients'."""
-    return serving.template.knows(template) or serving.config.server.trust_request_chat_template
+    return serving.state_of(TextContext).template.knows(template) or serving.config.server.trust_request_chat_template
 
 
 def returned_message(choice: ChoiceOutput, reader: OutputParser | None) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from tokserve.dialects.openai import schemas
 from tokserve.dialects.openai.schemas import CompletionBody
 from tokserve.features.beams.beam_fields import beam_params
 from tokserve.features.beams.beam_search import BeamSearchParams
+from tokserve.features.beams.beam_stream import search_of
 from tokserve.features.grammar import structured
 from tokserve.features.speculation.draft_metrics import ReplyMetrics
 from tokserve.features.speculation.prediction import with_prediction
@@ -102,7 +103,7 @@ async def respond(serving: Serving, request: Request, renderer: type[CompletionR
     """Read the body, generate, and answer with what `renderer` makes of it; None: this module's."""
     call = await read(serving, request)
     body = call.body
-    generation = await serving.start(request, call.generate, call.ids, call.fields, beams=call.beams)
+    generation = await serving.start(request, call.generate, call.ids, call.fields, search=search_of(call.beams))
     render = (renderer or CompletionRenderer)(serving, generation, body, call.params, call.prompts)
     return await sse.respond(generation, request, render, schemas.ignored_header(call.ignored))
 

@@ -17,7 +17,9 @@ from starlette.responses import Response
 from tokserve.client.inputs import GenerateRequest
 from tokserve.dialects.openai import chat, chat_prompts, completions, render_extras, responses, schemas
 from tokserve.features.beams.beam_fields import refuse_beams
+from tokserve.features.chat.text_context import TextContext
 from tokserve.features.images import request_images
+from tokserve.features.images.server_images import ServerImages
 from tokserve.protocol.params import SamplingParams
 from tokserve.server.http import declared
 from tokserve.server.http.body import RENDERED, given_request_id, reply
@@ -74,9 +76,10 @@ async def rendered_chat(serving: Serving, request: Request, call: chat.ChatCall)
     if render_extras.asked_for(call.body):
         extras = await off_loop(request, 8 * len(call.ids), lambda: _chat_extras(serving, call))
         rendered = msgspec.structs.replace(rendered, **extras._asdict())
-    reader = serving.images
+    images = serving.state_of(ServerImages)
+    reader = images.reader
     if reader is not None and call.prompt.features:
-        request_images.keep(call.prompt, serving.features, call.generate.options.cache_salt or "")
+        request_images.keep(call.prompt, images.features, call.generate.options.cache_salt or "")
         with_patches = call.body.mm_payload != "none" and call.body.return_mm_kwargs is not False
         size = 8 * sum(len(feature.data) for feature in call.prompt.features)
         rendered.features = await off_loop(
@@ -174,6 +177,6 @@ async def describe(serving: Serving, request: Request) -> Response:
         eos_token_id=None if eos is None else tokenizer.id_of(eos),
         eos_token_ids=list(ready.eos_token_ids),
         model_max_length=ready.max_model_len,
-        chat_template=serving.template.sources,
+        chat_template=serving.state_of(TextContext).template.sources,
     )
     return reply(request, described)

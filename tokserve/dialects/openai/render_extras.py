@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from tokserve.base.errors import RequestError, invalid
 from tokserve.dialects.openai.schemas import ChatBody, TextBody
 from tokserve.features.chat.chat import ChatTemplate
+from tokserve.features.chat.text_context import TextContext
 from tokserve.features.images.parts import CHAT_KINDS
 from tokserve.server.serving import Serving
 
@@ -56,11 +57,11 @@ def of_chat(serving: Serving, body: ChatBody, options: dict[str, Any], ids: Sequ
     assert body.messages is not None
     of_render = ("add_special_tokens", "context")
     shown = {name: value for name, value in options.items() if name not in of_render}
-    text = serving.template.text(body.messages, **shown)
+    text = serving.state_of(TextContext).template.text(body.messages, **shown)
     offsets = _offsets(serving, names[0], text, ids, options["add_special_tokens"])
     mask = None
     if body.return_assistant_tokens_mask:
-        spans = assistant_spans(serving.template, body.messages, text, shown)
+        spans = assistant_spans(serving.state_of(TextContext).template, body.messages, text, shown)
         mask = [int(any(begin <= first < last <= end for begin, end in spans)) for first, last in offsets]
     return PromptExtras(_lists(body, offsets), text if body.return_prompt_text else None, mask)
 

@@ -26,6 +26,7 @@ from tokserve.dialects.openai.response_tools import ChatTools, ToolTable
 from tokserve.dialects.openai.schemas import ChatBody, GeneratingBody, ResponsesBody
 from tokserve.features.chat.output_format import OutputFormat
 from tokserve.features.chat.parsing import Parser
+from tokserve.features.chat.text_context import TextContext
 from tokserve.features.speculation.draft_metrics import ReplyMetrics
 from tokserve.server.generation import Generation
 from tokserve.server.http import body, errors
@@ -178,7 +179,7 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> R
     request_body, ignored, size = await schemas.read(serving, request, ResponsesBody)
     schemas.check_stream(request_body, replies and body.wants_msgpack(request))
     if isinstance(request_body.input, list):
-        serving.check_messages(request_body.input, "input")
+        serving.state_of(TextContext).check_messages(request_body.input, "input")
     table = ToolTable()
     conversation = InputMessages(table)
 

@@ -12,6 +12,7 @@ from tokserve.base.errors import RequestError, invalid
 from tokserve.dialects.openai import chat, completions, schemas
 from tokserve.features.pooling.pooled_outputs import VectorRules
 from tokserve.features.pooling.routes import classify, embeddings, rerank, score
+from tokserve.features.pooling.server_pooling import ServerPooling
 from tokserve.server.endpoint import Handler
 from tokserve.server.http.body import encode_json, encode_msgpack, is_msgpack
 from tokserve.server.serving import Serving
@@ -53,10 +54,11 @@ async def invocations(serving: Serving, request: Request) -> Response:
 
 
 def _handler(serving: Serving, value: dict[Any, Any]) -> Handler:
-    if serving.pooler is None:
+    rules = serving.state_of(ServerPooling).rules
+    if rules is None:
         routes = GENERATING
     else:
-        inputs = embeddings.embeddings if isinstance(serving.pooler, VectorRules) else classify.classify
+        inputs = embeddings.embeddings if isinstance(rules, VectorRules) else classify.classify
         routes = PAIRS | {"input": inputs, "messages": inputs}
     handler = next((handler for name, handler in routes.items() if value.get(name) is not None), None)
     if handler is None:

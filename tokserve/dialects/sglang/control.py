@@ -12,6 +12,7 @@ from starlette.responses import Response
 from tokserve.base.errors import LONGEST_SHOWN, Conflict, RequestError, invalid
 from tokserve.dialects.sglang import weights
 from tokserve.dialects.sglang.replies import json, read
+from tokserve.dialects.sglang.state import SglangState
 from tokserve.protocol.commands import MOST_STEPS
 from tokserve.server.serving import Serving
 
@@ -186,9 +187,9 @@ async def weights_checker(serving: Serving, request: Request) -> Response:
     if params.action == "checksum":
         reply["checksums"] = checksums
     elif params.action == "snapshot":
-        serving.sglang.snapshot = checksums
+        serving.state_of(SglangState).snapshot = checksums
     else:
-        before = serving.sglang.snapshot
+        before = serving.state_of(SglangState).snapshot
         if before is None:
             raise Conflict("there is no snapshot to compare with", field="action")
         names = sorted(before.keys() | checksums.keys())

@@ -26,6 +26,7 @@ from tokserve.dialects.sglang.reply import GenerateRenderer, ReplyForm, last_eve
 from tokserve.features.chat.open_turn import answer_start
 from tokserve.features.chat.output_format import OutputFormat
 from tokserve.features.chat.parsing import Parser
+from tokserve.features.chat.text_context import TextContext
 from tokserve.features.grammar import structured
 from tokserve.protocol.params import SamplingParams
 from tokserve.server import compat
@@ -129,7 +130,7 @@ async def generate(serving: Serving, request: Request) -> Response:
 
 def _check_reasoning(serving: Serving, tasks: Sequence[SamplingParams]) -> None:
     """Refuse `require_reasoning` where reasoning is not told apart, or none can come before the output's form."""
-    if serving.thinking is None or not serving.text:
+    if not serving.text or serving.state_of(TextContext).thinking is None:
         errors.refuse_unsupported("require_reasoning", True, reason="it needs --reasoning-parser")
     if any(task.structured_outputs is not None for task in tasks):
         errors.refuse_unsupported("require_reasoning", True, reason="a form is that of the whole output")
@@ -137,9 +138,11 @@ def _check_reasoning(serving: Serving, tasks: Sequence[SamplingParams]) -> None:
 
 def _reasoning_reader(serving: Serving, params: SamplingParams) -> Callable[[Sequence[int]], SegmentReader] | None:
     """What reads the outputs to prompts, to count the tokens of reasoning; None: the server does not tell it apart."""
-    if not serving.text or serving.thinking is None:
+    text = serving.state_of(TextContext)
+    thinking = text.thinking
+    if not serving.text or thinking is None:
         return None
-    thinking, before_answer = serving.thinking, serving.template.before_answer()
+    before_answer = text.template.before_answer()
     pieces = serving.tokenizer.pieces(params.skip_special_tokens)
 
     def reader_after(prompt: Sequence[int]) -> SegmentReader:

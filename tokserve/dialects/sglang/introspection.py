@@ -16,6 +16,7 @@ from tokserve.base.errors import EngineDead, Overloaded, RequestError, StartErro
 from tokserve.client.async_llm import GenerateRequest
 from tokserve.client.inputs import token_prompt
 from tokserve.dialects.sglang.replies import json
+from tokserve.dialects.sglang.state import SglangState
 from tokserve.features.observe import introspection
 from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.server.http import workers
@@ -31,8 +32,9 @@ async def health_generate(serving: Serving, request: Request) -> Response:
     state = serving.llm.status.state
     if state not in SERVING:
         raise Unavailable(f"no token can be generated: the engine is {state}", code=state)
-    if (probe := serving.sglang.probe) is None or probe.done():
-        probe = serving.sglang.probe = asyncio.create_task(_probe(serving))  # one for all who ask meanwhile
+    sglang = serving.state_of(SglangState)
+    if (probe := sglang.probe) is None or probe.done():
+        probe = sglang.probe = asyncio.create_task(_probe(serving))  # one for all who ask meanwhile
         probe.add_done_callback(_retrieve)
     await asyncio.shield(probe)
     return Response(status_code=200)
@@ -69,7 +71,7 @@ async def _generate_token(serving: Serving) -> None:
     request = GenerateRequest(
         request_id=f"health-{secrets.token_hex(8)}",
         prompt=token_prompt([0], ready.vocab_size),
-        task=PoolingParams() if serving.pooler else SamplingParams(max_tokens=1, temperature=0.0),
+        task=PoolingParams() if _pools(serving) else SamplingParams(max_tokens=1, temperature=0.0),
     )
     [stream] = serving.llm.submit([serving.llm.prepare(request)])
     async with stream:
@@ -78,6 +80,10 @@ async def _generate_token(serving: Serving) -> None:
                 raise EngineDead(delta.message or "the engine could not generate a token")
             if delta.finish_reason == "abort" and not delta.token_ids:
                 raise Unavailable("the request was aborted", code="aborted")
+
+
+def _pools(serving: Serving) -> bool:
+    return serving.config.model.runner == "pooling"
 
 
 async def model(serving: Serving, request: Request) -> Response:
@@ -90,11 +96,11 @@ async def model(serving: Serving, request: Request) -> Response:
             "model_path": _model_path(serving),
             "served_model_name": serving.name,
             "tokenizer_path": (options.tokenizer or options.model) if serving.text else None,
-            "is_generation": serving.pooler is None,
+            "is_generation": not _pools(serving),
             "preferred_sampling_params": None,
             "weight_version": status.weight_version,
             "load_format": options.load_format,
-            "has_image_understanding": serving.images is not None,
+            "has_image_understanding": serving.llm.images is not None,
             "has_audio_understanding": False,
             "model_type": config.get("model_type"),
             "architectures": config.get("architectures"),
@@ -107,17 +113,18 @@ def _model_path(serving: Serving) -> str:
     source = serving.llm.status.source
     if source is None:
         return checkpoint.given_name(serving.config.model.model)
-    return serving.sglang.model_paths.get(source, source)
+    return serving.state_of(SglangState).model_paths.get(source, source)
 
 
 def _config(serving: Serving) -> dict[str, Any]:
     """The model's config.json, read once."""
-    if (known := serving.sglang.model_config) is None:
+    sglang = serving.state_of(SglangState)
+    if (known := sglang.model_config) is None:
         try:
             known = checkpoint.hf_config(checkpoint.locate(serving.config.model.model, weights=False))
         except (RequestError, OSError, StartError):  # it has been moved since the start
             known = {}
-        serving.sglang.model_config = known
+        sglang.model_config = known
     return dict(known)
 
 
@@ -178,10 +185,11 @@ def _core(serving: Serving) -> dict[str, Any]:
 def _throughput(serving: Serving) -> float:
     """Output tokens per second since the last question of at least a second ago; 0 at the first."""
     now, tokens = time.monotonic(), serving.llm.stats.output_tokens
-    since, before, rate = serving.sglang.throughput or (now, tokens, 0.0)
+    sglang = serving.state_of(SglangState)
+    since, before, rate = sglang.throughput or (now, tokens, 0.0)
     if now - since >= 1.0:
         since, before, rate = now, tokens, round(max(0, tokens - before) / (now - since), 2)
-    serving.sglang.throughput = since, before, rate
+    sglang.throughput = since, before, rate
     return rate
 
 

@@ -15,6 +15,7 @@ from tokserve.dialects.openai import schemas, tools
 from tokserve.dialects.sglang.replies import json
 from tokserve.features.chat.output_format import AnswerStart, OutputFormat, Segment, Thinking, ToolFormat
 from tokserve.features.chat.parsing import Parser
+from tokserve.features.chat.text_context import TextContext
 from tokserve.features.chat.tool_formats import THINKING, TOOL_FORMATS
 from tokserve.server.http.workers import off_loop
 from tokserve.server.serving import Serving
@@ -90,7 +91,7 @@ async def separate_reasoning(serving: Serving, request: Request) -> Response:
         raise invalid("return_blocks", "is not supported: the reasoning is one text", code="unsupported")
 
     def work() -> Response:
-        rows = (*serving.plugin_rows.thinking, *THINKING)
+        rows = (*serving.state_of(TextContext).plugin_rows.thinking, *THINKING)
         thinking: Thinking = _row(rows, REASONING_SYNONYMS, body.reasoning_parser, "reasoning_parser")
         segments = _segments(OutputFormat(None, thinking), AnswerStart(thinking.assumed), body.text)
         reply = SeparatedReasoning(_joined(segments, "reasoning"), _joined(segments, "content"))
@@ -121,13 +122,14 @@ def _joined(segments: Sequence[Segment], kind: str) -> str:
 
 def _tool_format(serving: Serving, name: str | None) -> ToolFormat:
     """The format with this name, or else the server's.  Raises RequestError."""
+    text = serving.state_of(TextContext)
     if name not in (None, "auto"):
-        return _row((*serving.plugin_rows.tools, *TOOL_FORMATS), TOOL_SYNONYMS, name, "tool_call_parser")
-    if serving.tool_format is None:
+        return _row((*text.plugin_rows.tools, *TOOL_FORMATS), TOOL_SYNONYMS, name, "tool_call_parser")
+    if text.tool_format is None:
         raise RequestError(
             "tool_call_parser: is required, as this server has none of its own", field="tool_call_parser"
         )
-    return serving.tool_format
+    return text.tool_format
 
 
 def _row(rows: Sequence[N], synonyms: Mapping[str, str], name: str, field: str) -> N:

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from tokserve import checkpoint
 from tokserve.base.errors import LONGEST_SHOWN, Conflict, RequestError, StartError, invalid
 from tokserve.dialects.sglang.replies import json, read
+from tokserve.dialects.sglang.state import SglangState
 from tokserve.features.weights import open_updates
 from tokserve.server.http import errors, workers
 from tokserve.server.serving import Serving
@@ -100,7 +101,7 @@ async def from_disk(serving: Serving, request: Request) -> Response:
     if params.abort_all_requests:
         await serving.llm.abort_all()
     directory = await workers.run(workers.SMALL, lambda: _located(params.model_path))
-    serving.sglang.model_paths[directory] = params.model_path
+    serving.state_of(SglangState).model_paths[directory] = params.model_path
     whole = {"weight_dir": directory, "weight_version": params.weight_version}
     with errors.named_as({"weight_dir": "model_path"}):
         await serving.llm.update_weights(whole)
@@ -146,7 +147,7 @@ async def from_distributed(serving: Serving, request: Request) -> Response:
     update = {"names": params.names, "dtype_names": params.dtypes, "shapes": params.shapes}
 
     def forget_version() -> None:  # it was that of an update that was rolled back
-        serving.sglang.version = None
+        serving.state_of(SglangState).version = None
 
     is_whole = await open_updates.stage(serving.llm, update, forget_version)
     _note_version(serving, params.weight_version)
@@ -162,11 +163,12 @@ async def from_distributed(serving: Serving, request: Request) -> Response:
 def _note_version(serving: Serving, version: str | None) -> None:
     """Keep the version that the open update will have."""
     if version is not None:
-        serving.sglang.version = version
+        serving.state_of(SglangState).version = version
 
 
 async def commit_open(serving: Serving) -> bool:
-    version, serving.sglang.version = serving.sglang.version, None
+    sglang = serving.state_of(SglangState)
+    version, sglang.version = sglang.version, None
     return await open_updates.commit(serving.llm, version)
 
 
@@ -174,7 +176,7 @@ async def begin_update(serving: Serving, request: Request) -> Response:
     """POST /begin_weight_update: begin an update, which lasts until /end_weight_update"""
     params, headers = await read(serving, request, BracketBody)
     await serving.llm.start_weight_update()
-    serving.sglang.version = params.weight_version
+    serving.state_of(SglangState).version = params.weight_version
     return json({"success": True, "message": "Weight update started."}, headers)
 
 

@@ -20,6 +20,15 @@ from tokserve.server.http import body, errors
 from tokserve.server.serving import Serving
 
 
+class ArealState:
+    """`serving.state_of(ArealState)` is a server's.  `announced`: the tensors that come next.  `is_staged`: whether the
+    open update is AReaL's."""
+
+    def __init__(self, serving: Serving) -> None:
+        self.announced: dict[str, Any] | None = None
+        self.is_staged = False
+
+
 class ArealUpdateBody(msgspec.Struct, forbid_unknown_fields=True):
     """A complete update from a checkpoint directory.  `abort_all_requests` is ignored: the trainer pauses first, which
     aborts them; so is `load_format`, as there is only one."""
@@ -72,8 +81,9 @@ async def pause(serving: Serving, request: Request) -> Response:
 
 async def resume(serving: Serving, request: Request) -> Response:
     """POST /areal_continue_generation: commit the weights received over a group, then as /resume"""
-    if serving.staged_by_areal:
-        serving.staged_by_areal = False
+    areal = serving.state_of(ArealState)
+    if areal.is_staged:
+        areal.is_staged = False
         await open_updates.commit(serving.llm)
     await serving.llm.resume_generation()
     return _done(request, "Generation continued")
@@ -106,18 +116,23 @@ async def join_group(serving: Serving, request: Request) -> Response:
 async def announce(serving: Serving, request: Request) -> Response:
     """POST /areal_set_update_weight_meta: which tensors the next /areal_update_weights_xccl receives"""
     params = await read(serving, request, ArealMetaBody)
-    serving.announced_by_areal = {"names": params.names, "dtype_names": params.dtypes, "shapes": params.shapes}
+    serving.state_of(ArealState).announced = {
+        "names": params.names,
+        "dtype_names": params.dtypes,
+        "shapes": params.shapes,
+    }
     return _done(request, f"{len(params.names)} tensors announced")
 
 
 async def receive(serving: Serving, request: Request) -> Response:
     """POST /areal_update_weights_xccl: receive the announced tensors"""
     await read(serving, request, msgspec.defstruct("ArealReceiveBody", []))
-    announced, serving.announced_by_areal = serving.announced_by_areal, None
+    areal = serving.state_of(ArealState)
+    announced, areal.announced = areal.announced, None
     if announced is None:
         raise Conflict("no tensors are announced: call /areal_set_update_weight_meta first, at the same API process")
     if await _staged(serving, announced):
-        serving.staged_by_areal = False
+        areal.is_staged = False
         await open_updates.commit(serving.llm)
     return _done(request, f"{len(announced['names'])} tensors received")
 
@@ -125,18 +140,19 @@ async def receive(serving: Serving, request: Request) -> Response:
 async def _staged(serving: Serving, announced: dict[str, Any]) -> bool:
     """Receive tensors; whether a commit has to follow now.  If that fails, AReaL's update is over: the trainer begins
     another."""
+    areal = serving.state_of(ArealState)
 
     def opened() -> None:
-        serving.staged_by_areal = True
+        areal.is_staged = True
 
     staged = False
     try:
         whole = await open_updates.stage(serving.llm, announced, opened)
-        serving.staged_by_areal = staged = True
+        areal.is_staged = staged = True
         return whole
     finally:
-        if not staged and serving.staged_by_areal:
-            serving.staged_by_areal = False
+        if not staged and areal.is_staged:
+            areal.is_staged = False
             with suppress(RequestError):  # it has been rolled back already
                 await serving.llm.abort_weight_update()
 

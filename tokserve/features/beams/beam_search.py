@@ -18,12 +18,12 @@ import msgspec
 import numpy as np
 
 from tokserve.base.errors import QueueFull, invalid
+from tokserve.client.announcement import RequestAnnouncement
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import ChoiceOutput, Logprobs, join_logprobs
 from tokserve.client.request_state import RequestState
 from tokserve.client.stream import collect
-from tokserve.features.fairness.announcement import RequestAnnouncement
 from tokserve.protocol.messages import Ready
 from tokserve.protocol.params import LogprobsMode, SamplingParams
 from tokserve.protocol.prompt import TokenPrompt, pack_ids

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
 from tokserve.base.errors import RequestError
+from tokserve.client.announcement import RequestAnnouncement
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.features.beams.beam_search import BeamRun, BeamSearchParams
-from tokserve.features.fairness.announcement import RequestAnnouncement
+from tokserve.protocol.messages import Ready
 from tokserve.protocol.prompt import TokenPrompt, unpack_ids
 from tokserve.text.detokenizer import Detokenizer
 
@@ -114,3 +115,34 @@ class BeamTask:
         if tokenizer is None:
             raise RequestError("this server has no tokenizer (--tokens-only): send token ids", code="tokens_only")
         return Detokenizer(tokenizer, skip_special=params.skip_special_tokens)
+
+
+class BeamRequest:
+    """A beam search as a `server.serving.Search`."""
+
+    def __init__(self, params: BeamSearchParams) -> None:
+        self.params = params
+
+    def limit(self, max_tokens: int) -> None:
+        """Look for outputs of at most this length."""
+        self.params.max_tokens = min(self.params.max_tokens, max_tokens)
+
+    def check(self, ready: Ready, max_logprobs: int) -> None:
+        """Raise RequestError for what the engine cannot do."""
+        self.params.validate(ready, max_logprobs)
+
+    def begin(
+        self,
+        llm: AsyncLLM,
+        request: GenerateRequest,
+        prompts: Sequence[TokenPrompt],
+        client: str,
+        announcement: RequestAnnouncement | None,
+    ) -> Sequence[BeamStream]:
+        """Begin the search in a task of its own; the results of each prompt."""
+        return BeamTask(llm, request, prompts, self.params, client, announcement).streams
+
+
+def search_of(params: BeamSearchParams | None) -> BeamRequest | None:
+    """The search that a request asks for, if it does."""
+    return None if params is None else BeamRequest(params)

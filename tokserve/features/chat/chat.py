@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from tokserve.base.errors import RequestError, StartError, invalid
-from tokserve.features.chat import histories
-from tokserve.features.chat.histories import REASONING_NAMES, Message, joined
-from tokserve.features.chat.jinja import FAULTS, compiled, render, render_marked, variables_of
 from tokserve.features.chat.missing_ids import missing_id
-from tokserve.features.chat.special_text import HiddenTexts, SpecialTexts, Treatment
-from tokserve.features.chat.template_probes import (
+from tokserve.features.chat.templates import histories
+from tokserve.features.chat.templates.histories import REASONING_NAMES, Message, joined
+from tokserve.features.chat.templates.jinja import FAULTS, compiled, render, render_marked, variables_of
+from tokserve.features.chat.templates.special_text import HiddenTexts, SpecialTexts, Treatment
+from tokserve.features.chat.templates.template_probes import (
     THOUGHT,
     before_answer,
     samples_of,

@@ -14,9 +14,9 @@ import msgspec
 
 from tokserve.base.errors import RequestError, StartError
 from tokserve.features.chat.chat import ChatTemplate
-from tokserve.features.chat.histories import Message
 from tokserve.features.chat.output_format import OutputFormat, Tags, Thinking, ToolFormat
 from tokserve.features.chat.parsing import Parser
+from tokserve.features.chat.templates.histories import Message
 
 F = TypeVar("F", ToolFormat, Thinking)
 

@@ -24,7 +24,7 @@ from tokserve.cli import listen
 from tokserve.cli.http import ApiServer, Signals
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.config import Config
-from tokserve.features.observe.counters import ApiProcess
+from tokserve.server.api_process import ApiProcess
 
 logger = logging.getLogger("tokserve.serve")
 COMMAND = (sys.executable, "-P", "-m", "tokserve.features.fleet.api_server")

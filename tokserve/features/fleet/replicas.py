@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 
 from tokserve.base.errors import EngineDead, StartError
+from tokserve.client.announcement import RequestAnnouncement
 from tokserve.client.engine_client import EngineClient
 from tokserve.client.launch import EngineHandle
 from tokserve.client.outputs import EngineReport, Ready, Status, StepStats, total
 from tokserve.client.request_state import RequestState
 from tokserve.config import Config
 from tokserve.config.engine_config import replica_config, replica_environment
-from tokserve.features.fairness.announcement import RequestAnnouncement
 from tokserve.features.fleet.coordinator import Coordinator
 from tokserve.features.fleet.router import PrefixRouter
 

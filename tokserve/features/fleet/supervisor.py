@@ -27,7 +27,8 @@ from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.launch import ChildProcess
 from tokserve.config import Config
 from tokserve.features.fleet.api_server import COMMAND, ApiProcessSetup, EngineLocation, StartReport
-from tokserve.features.observe.counters import ApiProcess, create_shared_memory
+from tokserve.features.observe.counters import create_shared_memory
+from tokserve.server.api_process import ApiProcess
 
 logger = logging.getLogger("tokserve.serve")
 REPORT_SIZE = 1 << 16

@@ -22,6 +22,7 @@ from tokserve.base.errors import RequestError, Unavailable, invalid, mistyped
 from tokserve.features.images.media.cache import NamedImages
 from tokserve.features.images.media.images import refuse_images, with_images
 from tokserve.features.images.parts import ImageUrl, check_count, content_parts
+from tokserve.features.images.server_images import ServerImages
 from tokserve.features.images.vision import check_image, decode_image, encode_image
 from tokserve.protocol.images import KIND, Grid, ImageFormat
 from tokserve.protocol.prompt import Feature, TokenPrompt
@@ -67,7 +68,7 @@ async def fetched(
 ) -> TokenPrompt:
     """The prompt with one placeholder for each image, expanded.  `field`: of the ids, for errors.  Raises RequestError,
     and `ClientDisconnected`."""
-    reader = serving.images
+    reader = serving.state_of(ServerImages).reader
     if reader is None:
         refuse_images(images)
         raise RequestError("content_parts: this model takes no images", field="content_parts", code="unsupported")
@@ -94,10 +95,11 @@ async def prompt_with_images(
         ids = np.frombuffer(ids, "<i4").tolist()
     if parts is not None:
         return await fetched(serving, request, ids, content_parts(parts), field)
-    reader = serving.images
+    images = serving.state_of(ServerImages)
+    reader = images.reader
     if reader is None:
         raise RequestError("features: this model takes no images", field="features", code="unsupported")
-    cache, kind, limit = serving.features, reader.kind, reader.max_images
+    cache, kind, limit = images.features, reader.kind, reader.max_images
     size = sum(map(len, _texts(features)))
     return await off_loop(request, size, lambda: read_features(features, ids, kind, cache, salt, limit))
 

@@ -4,4 +4,7 @@ from __future__ import annotations
 
 from tokserve.base.rooms import Room
 
-ROOM = Room(engine="tokserve.features.images.engine:make")
+ROOM = Room(
+    engine="tokserve.features.images.engine:make",
+    reserve="tokserve.features.images.server_images:reserve",
+)

@@ -17,6 +17,7 @@ from tokserve import checkpoint
 from tokserve.base.errors import EngineDead, invalid
 from tokserve.config import option_values
 from tokserve.features.observe import metrics
+from tokserve.features.observe.observers import metrics_of
 from tokserve.protocol.params import VLLM_LOGPROBS_MODES
 from tokserve.server.http import body
 from tokserve.server.serving import Serving
@@ -125,14 +126,14 @@ async def load(serving: Serving, request: Request) -> Response:
     await serving.llm.refresh(FRESH_SECONDS)
     stats = serving.llm.stats
     return body.reply(
-        request, {"server_load": serving.metrics.inflight, "running": stats.running, "waiting": stats.waiting}
+        request, {"server_load": metrics_of(serving).inflight, "running": stats.running, "waiting": stats.waiting}
     )
 
 
 async def prometheus_metrics(serving: Serving, request: Request) -> Response:
     """GET /metrics: Prometheus metrics"""
     await serving.llm.refresh(FRESH_SECONDS)
-    return Response(serving.metrics.render(), media_type=metrics.CONTENT_TYPE)
+    return Response(metrics_of(serving).render(), media_type=metrics.CONTENT_TYPE)
 
 
 async def configuration(serving: Serving, request: Request) -> Response:
@@ -152,7 +153,7 @@ def description(serving: Serving, request: Request) -> dict[str, Any]:
         **vllm_config,
         "api_server": serving.api_process.index,
         "facts": serving.llm.ready.facts,
-        "image_token_id": None if serving.images is None else serving.images.kind.token_id,
+        "image_token_id": None if serving.llm.images is None else serving.llm.images.kind.token_id,
         "adapters": {adapter.name: adapter.generation for adapter in status.adapters},
         "engine": {name: getattr(serving.llm.ready, name) for name in ENGINE_FIELDS}
         | {"weight_version": status.weight_version, "epoch": status.epoch},

@@ -25,7 +25,8 @@ from tokserve.features.observe.counters import SharedCounters
 from tokserve.features.observe.engine_metrics import LABELS, PREFIX
 from tokserve.protocol.params import SamplingParams
 from tokserve.server.compat import VLLM_METRICS
-from tokserve.server.generation import Generation, Render
+from tokserve.server.generation import Generation
+from tokserve.server.observer import Observer, Render
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 VLLM_PREFIX = "vllm:"
@@ -111,7 +112,7 @@ class LabelledCounter:
         return {value: count for value, count in totals.items() if count or value != "other"}
 
 
-class Metrics(Collector):
+class Metrics(Collector, Observer):
     """All metrics of the server; its API processes share `counters`.  Observes all requests."""
 
     def __init__(self, llm: AsyncLLM, config: Config, model: str, counters: SharedCounters) -> None:

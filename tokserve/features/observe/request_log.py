@@ -13,11 +13,12 @@ from tokserve.base.errors import RequestError
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.protocol.params import SamplingParams
 from tokserve.server.generation import Generation
+from tokserve.server.observer import Observer
 
 logger = logging.getLogger(__name__)
 
 
-class RequestLog:
+class RequestLog(Observer):
     """Observes one request and logs it."""
 
     def __init__(self) -> None:

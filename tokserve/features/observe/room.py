@@ -6,5 +6,6 @@ from tokserve.base.rooms import Room
 
 ROOM = Room(
     endpoints="tokserve.features.observe.routes:ENDPOINTS",
+    observers="tokserve.features.observe.observers:ServerObservers",
     headers="tokserve.features.observe.load_header:reply_headers",
 )

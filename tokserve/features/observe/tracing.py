@@ -23,6 +23,7 @@ from tokserve.base.errors import RequestError
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.protocol.params import SamplingParams
 from tokserve.server.generation import Generation
+from tokserve.server.observer import Observer
 
 EXPORT_SECONDS = 5  # timeout for sending a batch to the collector
 PARAMS = ("n", "max_tokens", "temperature", "top_p")
@@ -49,7 +50,7 @@ class Tracing:
         self._provider.shutdown()
 
 
-class Trace:
+class Trace(Observer):
     """Observes one request and makes its spans."""
 
     def __init__(self, tracer: Tracer, model: str, parent: Context) -> None:

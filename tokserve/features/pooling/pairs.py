@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tokserve.base.errors import RequestError
 from tokserve.features.chat.chat import ChatTemplate
-from tokserve.features.chat.special_text import Treatment
+from tokserve.features.chat.templates.special_text import Treatment
 from tokserve.features.pooling.pooled_outputs import LabelRules
 from tokserve.text.tokenizer import Tokenizer
 

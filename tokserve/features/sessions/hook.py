@@ -16,8 +16,9 @@ from starlette.requests import Request
 
 from tokserve.client.outputs import ChoiceOutput, merge
 from tokserve.features.chat.conversation_hooks import ChatConversation, ReturnedMessage
-from tokserve.features.chat.histories import is_continued as is_continued_by_mark
-from tokserve.features.chat.suffix import NotContinued, Suffixes
+from tokserve.features.chat.templates.histories import is_continued as is_continued_by_mark
+from tokserve.features.chat.templates.suffix import NotContinued, Suffixes
+from tokserve.features.chat.text_context import TextContext
 from tokserve.features.images.parts import UnreadImage
 from tokserve.features.sessions import planning
 from tokserve.features.sessions.access import Sessions, owner_of, sessions_of
@@ -65,9 +66,9 @@ class SessionHook:
         self._options = options
         self._headers = AGENT_HEADERS if options.session_header is None else options.session_header
         self._sessions = sessions_of(serving)
-        self._suffixes = Suffixes(serving.template, serving.llm.ready.eos_token_ids)
+        self._suffixes = Suffixes(serving.state_of(TextContext).template, serving.llm.ready.eos_token_ids)
         self._logged: Counter[str] = Counter()
-        if serving.template.sources is not None:
+        if serving.state_of(TextContext).template.sources is not None:
             try:
                 self._suffixes.check()
             except NotContinued as error:

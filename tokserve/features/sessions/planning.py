@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tokserve.features.chat.suffix import AnswerEnd, NotContinued, Suffixes
+from tokserve.features.chat.templates.suffix import AnswerEnd, NotContinued, Suffixes
 from tokserve.features.sessions.canonical import has_image
 from tokserve.features.sessions.turns import Match
 from tokserve.protocol.prompt import pack_ids, unpack_ids

@@ -22,8 +22,7 @@ from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from tokserve.base.errors import RequestError
-from tokserve.features.fairness import client_names
-from tokserve.server.http import errors
+from tokserve.server.http import client_names, errors
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,9 @@ from tokserve.base.errors import Overloaded, RequestError, invalid
 from tokserve.dialects.openai import schemas
 from tokserve.dialects.openai.completions import parse_prompts, tokenized
 from tokserve.features.chat.prompts import Side, cut
+from tokserve.features.chat.text_context import TextContext
 from tokserve.features.pooling.pooled_outputs import LabelRules, PoolingRules, VectorRules
+from tokserve.features.pooling.server_pooling import ServerPooling
 from tokserve.protocol.params import PoolingParams
 from tokserve.server import compat
 from tokserve.server.http.declared import OPTIONS, model
@@ -89,7 +91,7 @@ def label_rules(serving: Serving) -> LabelRules:
 
 def any_rules(serving: Serving) -> PoolingRules:
     """How this server pools; raises RequestError if it generates."""
-    pooler = serving.pooler
+    pooler = serving.state_of(ServerPooling).rules
     if pooler is None:
         raise RequestError("this server generates text: use --runner pooling", field="model", code=UNSUPPORTED)
     return pooler
@@ -141,9 +143,9 @@ def _conversations(serving: Serving, body: InputBody, messages: list[Any]) -> li
         field = f"messages[{index}]" if several else "messages"
         if not isinstance(one, list):
             raise invalid(field, "must be a list of messages")
-        serving.check_messages(one, field)
+        serving.state_of(TextContext).check_messages(one, field)
         try:
-            ids = serving.template.render(
+            ids = serving.state_of(TextContext).template.render(
                 one,
                 add_generation_prompt=bool(body.add_generation_prompt),
                 continue_final_message=bool(body.continue_final_message),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tokserve.base.errors import RequestError
 from tokserve.features.chat.chat import ChatTemplate
-from tokserve.features.chat.histories import Message
+from tokserve.features.chat.templates.histories import Message
 
 QUESTION: Message = {"role": "user", "content": "?"}
 SYSTEM: Message = {"role": "system", "content": "?"}

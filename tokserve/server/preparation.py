@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
+from tokserve.client.announcement import RequestAnnouncement
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.inputs import bare_id
-from tokserve.features.fairness.announcement import RequestAnnouncement
 
 
 class Preparation:

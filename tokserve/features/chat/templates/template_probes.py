@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from tokserve.base.errors import RequestError
-from tokserve.features.chat.jinja import render
+from tokserve.features.chat.templates.jinja import render
 
 THOUGHT = "thinking"  # the type of a part of a content, and the name of its text
 OBJECT = {"key": "value"}  # the arguments of a sample of a call
