@@ -17,10 +17,12 @@ from tests.tiny_models import tiny_vision_config, write_checkpoint
 from tokserve import checkpoint
 from tokserve.base.errors import StartError
 from tokserve.config import Config
+from tokserve.features.images.features import FeatureTable
 from tokserve.features.images.vision import decode_image
 from tokserve.models.registry import decoder_spec
 from tokserve.protocol.images import Grid
 from tokserve.protocol.params import SamplingParams
+from tokserve.runner.runner import Runner
 from tokserve.runner.startup import load
 
 
@@ -45,6 +47,10 @@ def test_images_have_the_same_bits_in_any_batch_and_chunk_and_after_preemption(
     check_bits(directory, dtype, prompts, (1, 3, 7, 16))
 
 
+def table_of(runner: Runner) -> FeatureTable:
+    return next(feature for feature in runner.features if isinstance(feature, FeatureTable))
+
+
 def test_an_image_is_encoded_once_until_weights_change(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, tiny_vision_config("qwen3_vl"))
     picture = Picture(kind_of(directory), 4, 6)
@@ -59,7 +65,7 @@ def test_an_image_is_encoded_once_until_weights_change(tmp_path: Path) -> None:
             cpu_threads=1,
         )
     )
-    encoder = runner.features.encoder
+    encoder = table_of(runner).encoder
     assert encoder is not None
 
     def run(count: int) -> list[list[int]]:
@@ -70,7 +76,7 @@ def test_an_image_is_encoded_once_until_weights_change(tmp_path: Path) -> None:
 
     outputs = run(16)
     assert encoder.encoded == 1 and encoder.num_bytes == 3 * picture.length * 64 * 4
-    runner.features.on_weights()
+    table_of(runner).on_weights()
     assert run(2) == outputs[:2] and encoder.encoded == 2
     encoder.forget()
     for max_bytes, kept in ((3 * picture.length * 64 * 4, 1), (3 * picture.length * 64 * 4 - 1, 0)):

@@ -18,6 +18,7 @@ from tokserve.models.decoder import Decoder
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import DeviceFacts, NewRow, StepPlan
 from tokserve.protocol.prompt import Feature
+from tokserve.runner.features import RunnerFeature, RunnerHooks
 from tokserve.runner.runner import Runner
 
 HIDDEN = 64
@@ -33,7 +34,7 @@ def row(slot: int, *features: Feature) -> NewRow:
 
 
 def rows_of(table: FeatureTable, plan: StepPlan) -> FeatureRows | None:
-    return table.rows(plan, cast(Decoder, None))  # only images need the model
+    return table.before(plan, cast(Decoder, None))  # only images need the model
 
 
 def first_columns(rows: FeatureRows | None) -> list[tuple[int, float]]:
@@ -144,3 +145,23 @@ def test_embeddings_of_ids_in_place_of_placeholders_give_what_the_ids_give(
     Driver(runner, facts).run([job], chunk=9, preempt_after={0: 2})
     assert outcomes([job]) == expected and sum(embedding_model) == 24
     assert outcomes(Driver(runner, facts).run([Job(holes, params, 5)])) != expected
+
+
+class Counted(RunnerFeature):
+    """Counts the requests in slots."""
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+
+    def assign(self, row: NewRow) -> None:
+        self.slots.append(row.slot)
+
+    def release(self, slot: int) -> None:
+        self.slots.remove(slot)
+
+
+def test_only_hooks_that_a_feature_defines_are_collected() -> None:
+    counted, table = Counted(), FeatureTable(2, torch.float32, torch.device("cpu"))
+    hooks = RunnerHooks((counted, table))
+    assert hooks.assign == (counted.assign, table.assign) and hooks.release == (counted.release, table.release)
+    assert hooks.before == (table.before,) and hooks.on_weights == (table.on_weights,) and hooks.readers == ()

@@ -18,7 +18,6 @@ from tokserve.base.errors import StartError
 from tokserve.config import DEFAULT_BLOCK_SIZE, Config
 from tokserve.families.mixtures.routed import RoutedTable
 from tokserve.families.recurrent.states import StateTable
-from tokserve.features.images.features import FeatureRows
 from tokserve.features.ranks.ranks import ONE, Ranks
 from tokserve.gpu import compile_ahead
 from tokserve.gpu.cuda_graphs import (
@@ -35,7 +34,7 @@ from tokserve.models.decoder import Decoder
 from tokserve.protocol.kv_spec import KVLayout, LayerSpec, StateLayout, StateSpec
 from tokserve.protocol.plan import Int32, StepPlan
 from tokserve.runner import exactness, kvcache
-from tokserve.runner.backend import WARM_UPS, Draft, HiddenStates, decode_step
+from tokserve.runner.backend import WARM_UPS, Draft, FeatureRows, HiddenStates, decode_step
 from tokserve.runner.device import Accelerator
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.slots import Int64, SamplingColumns

@@ -146,10 +146,12 @@ class Admin:
         complete = self._sync.take(before)
         if complete is not before and self._copied(complete, before):
             self._sync.retire(complete)
-            runner.features.on_weights()
+            for on_weights in runner.hooks.on_weights:
+                on_weights()
             return
         runner.model = complete
-        runner.features.on_weights()
+        for on_weights in runner.hooks.on_weights:
+            on_weights()
         if runner.draft_model is not None:
             runner.draft_model.on_weights(runner.model)
         if runner.model is before:  # its weights were changed where they are: what was captured reads the new ones
@@ -181,7 +183,8 @@ class Admin:
                 self._runner.draft_model.on_pages_lost()
         if "weights" in tags:
             self._runner.model = self._blank()
-            self._runner.features.on_weights()
+            for on_weights in self._runner.hooks.on_weights:
+                on_weights()
             self._has_weights = False
             if self._runner.draft_model is not None:
                 self._runner.draft_model.on_weights_lost(self._runner.model)
@@ -201,7 +204,8 @@ class Admin:
 
     def _on_foreign_code(self) -> None:
         self._sync.sums.forget()
-        self._runner.features.on_weights()
+        for on_weights in self._runner.hooks.on_weights:
+            on_weights()
         self._backend.on_foreign_code(self._runner.model)
 
     def _apply_model(self, function: str) -> Any:

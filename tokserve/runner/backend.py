@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tokserve.families.mixtures.routed import RoutedTable
 from tokserve.families.recurrent.states import StateTable
-from tokserve.features.images.features import FeatureRows
 from tokserve.features.speculation.quantized_copy import QuantizedCopy
 from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.models.decoder import Decoder
@@ -41,6 +40,14 @@ WARM_UPS: tuple[dict[str, Any], ...] = (  # sampling parameters; all but the fir
         for k, mode, filtered in product((0, 5, 20), ("raw", "temperature"), ({}, {"top_k": 5}))
     ),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureRows:
+    """What features bring to a batch: its fields of these names."""
+
+    embeds: tuple[Tensor, Tensor]
+    added: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,13 @@ from tokserve.base.errors import StartError
 from tokserve.config import Config
 from tokserve.families.mixtures.routed import RoutedTable
 from tokserve.families.recurrent.states import StateTable
-from tokserve.features.images.features import FeatureRows
 from tokserve.features.ranks.ranks import ONE, Ranks
 from tokserve.layers.batch import Pages
 from tokserve.models.decoder import Decoder, DecoderSpec
 from tokserve.protocol.kv_spec import LayerSpec
 from tokserve.protocol.plan import Int32, StepPlan
 from tokserve.runner import kvcache
-from tokserve.runner.backend import WARM_UPS, Draft, HiddenStates, decode_step
+from tokserve.runner.backend import WARM_UPS, Draft, FeatureRows, HiddenStates, decode_step
 from tokserve.runner.cpu_graphs import CpuGraphs
 from tokserve.runner.device import Device
 from tokserve.runner.host_slots import HostSlots

@@ -13,17 +13,15 @@ from torch import Tensor
 
 from tokserve.base.trace import Spans
 from tokserve.config import Config
-from tokserve.features.images.encoder import ImageEncoder
-from tokserve.features.images.features import FeatureTable
 from tokserve.features.kv.kv_copies import KVCopies
 from tokserve.features.lora.adapter_slots import LoraTables
-from tokserve.features.pooling.vectors import Pooler
 from tokserve.features.ranks.ranks import ONE, Ranks, ReceivedSample
 from tokserve.features.speculation.draft_model import DraftModel, has_drawn
 from tokserve.models.decoder import Decoder
 from tokserve.protocol.plan import GrammarBitmask, LogprobRows, StepPlan, StepResult
 from tokserve.runner.admin import Admin
 from tokserve.runner.backend import Backend, HiddenStates
+from tokserve.runner.features import RunnerFeature, RunnerHooks
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.sampler import PendingSample, Sampler, join
 from tokserve.runner.slots import SamplingColumns, logit_lengths
@@ -42,7 +40,7 @@ class Runner:
         backend: Backend,
         config: Config,
         lora: LoraTables | None,
-        encoder: ImageEncoder | None = None,
+        features: tuple[RunnerFeature, ...] = (),
         ranks: Ranks = ONE,
     ) -> None:
         self.ranks = ranks
@@ -56,8 +54,7 @@ class Runner:
             backend.device,
             max_mask=config.model.max_sampling_mask,
         )
-        self.features = FeatureTable(model.spec.hidden, model.dtype, backend.device.torch_device, encoder)
-        self._pooler = Pooler(model.spec.hidden)
+        self.features, self.hooks = features, RunnerHooks(features)
         draft = backend.draft
         self.draft_model = None if draft is None else DraftModel(draft, backend, self._sampler)
         self._no_autograd = torch.inference_mode()
@@ -115,15 +112,15 @@ class Runner:
         """What a request leaves in its slot, the next one overwrites."""
         for slot in plan.freed:
             self._sampler.release(slot)
-            self.features.release(slot)
-            self._pooler.release(slot)
+            for release in self.hooks.release:
+                release(slot)
             if self.draft_model is not None:
                 self.draft_model.release(slot)
         for row in plan.new:
             self._slots.assign(row)
             self._sampler.assign(row)
-            self.features.assign(row)
-            self._pooler.assign(row)
+            for assign in self.hooks.assign:
+                assign(row)
             if self.draft_model is not None:
                 self.draft_model.release(row.slot)
         for slot, first, blocks in plan.blocks:
@@ -131,29 +128,33 @@ class Runner:
 
     def _compute(self, step: PendingStep) -> None:
         plan, rows = step.plan, step.rows
-        features = self.features.rows(plan, self.model)
+        features = None
+        for before in self.hooks.before:
+            features = before(plan, self.model) or features
         began = time.monotonic_ns()
         logits = self.backend.replay(plan) if features is None else None
         if logits is not None:
             self.spans.add("replay", began, time.monotonic_ns())
         if logits is None:
             spans = self._sampler.scored_spans(plan.slots, plan.num_computed, plan.num_tokens)
-            pooled = self._pooler.needed(plan)
+            readers = [
+                (reader, row, count) for reader in self.hooks.readers for row, count in reader.needed(plan).items()
+            ]
             needed = plan.num_logits
-            if spans or pooled:
+            if spans or readers:
                 needed = needed.copy()
                 for row, first, _ in spans:  # prompt token j is predicted by position j - 1
                     needed[row] = max(needed[row], plan.num_computed[row] + plan.num_tokens[row] - first + 1)
-                for row, count in pooled.items():
+                for _, row, count in readers:
                     needed[row] = count
             hidden = self.backend.forward(self.model, plan, needed, features)
             scores = {span[0]: self._score(plan, hidden, span) for span in spans}
             step.prompt_logprobs = {row: score for row, score in scores.items() if score is not None}
-            for row, count in pooled.items():
+            for reader, row, count in readers:
                 end = int(hidden.ends[row])
                 if not self.ranks.samples:
                     continue
-                vector = self._pooler.pool(self.model, plan, row, hidden.states[end - count : end])
+                vector = reader.after(self.model, plan, row, hidden.states[end - count : end])
                 if vector is not None:
                     step.pooled[row] = vector
             logits = self._logits(hidden) if len(rows.slots) else None

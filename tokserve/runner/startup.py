@@ -19,7 +19,6 @@ from tokserve.base.errors import NotBuiltIn, StartError
 from tokserve.base.memory import gib, give_back
 from tokserve.config import Config, KVStorePlan, ModelConfig, RuntimeConfig
 from tokserve.families.quantization.methods import WNA16
-from tokserve.features.images.encoder import ImageEncoder
 from tokserve.features.images.vision import image_format
 from tokserve.features.kv.kv_copies import KVCopies
 from tokserve.features.kv.kv_identity import identity_parts
@@ -41,6 +40,7 @@ from tokserve.protocol.plan import DRAWN, DeviceFacts, NewRow, StepPlan
 from tokserve.runner import device, kvcache
 from tokserve.runner.backend import Backend, Draft
 from tokserve.runner.device import Accelerator, Device
+from tokserve.runner.features import RunnerContext, make_features
 from tokserve.runner.host import HostBackend
 from tokserve.runner.runner import Runner
 
@@ -80,11 +80,11 @@ def _load(config: Config, ranks: Ranks) -> tuple[Runner, DeviceFacts]:
     loaded = time.perf_counter()
     backend = make_backend(target, model, config, draft, ranks)
     images = _images(config, model)
-    encoder = None
     if images is not None:
-        encoder = ImageEncoder(images, config.media.mm_encoder_cache_bytes, threads)
         backend.slots.images = images
-    runner = Runner(model, backend, config, lora, encoder, ranks)
+    runner = Runner(
+        model, backend, config, lora, make_features(RunnerContext(config, model, backend, images, threads)), ranks
+    )
     with torch.inference_mode():
         for adapter in (-1,) if lora is None else (-1, 0):
             _warm_up(runner, adapter)

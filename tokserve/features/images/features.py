@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,17 +10,11 @@ from tokserve.features.images.encoder import ImageEncoder
 from tokserve.models.decoder import Decoder
 from tokserve.protocol.plan import NewRow, StepPlan
 from tokserve.protocol.prompt import Feature
+from tokserve.runner.backend import FeatureRows
+from tokserve.runner.features import RunnerContext, RunnerFeature
 
 
-@dataclass(frozen=True, slots=True)
-class FeatureRows:
-    """What features bring to a batch: its fields of these names."""
-
-    embeds: tuple[Tensor, Tensor]
-    added: tuple[Tensor, Tensor] | None = None
-
-
-class FeatureTable:
+class FeatureTable(RunnerFeature):
     """The embeddings of the features of each slot's request, of `hidden` numbers each.  An image is encoded by
     `encoder` when the first of its positions is computed."""
 
@@ -51,7 +43,7 @@ class FeatureTable:
             self.encoder.forget()
             self._embeddings.clear()
 
-    def rows(self, plan: StepPlan, model: Decoder) -> FeatureRows | None:
+    def before(self, plan: StepPlan, model: Decoder) -> FeatureRows | None:
         """What the plan's features bring, by index in its batch; None if it computes no position of one."""
         if not self._by_slot:
             return None
@@ -89,3 +81,12 @@ class FeatureTable:
                 assert self.encoder is not None
                 self._embeddings[key] = self.encoder(model, feature)
         return self._embeddings[key]
+
+
+def make(context: RunnerContext) -> RunnerFeature:
+    """The table of a runner, with an encoder if its model reads images."""
+    encoder = None
+    if context.images is not None:
+        encoder = ImageEncoder(context.images, context.config.media.mm_encoder_cache_bytes, context.threads)
+    model = context.model
+    return FeatureTable(model.spec.hidden, model.dtype, context.backend.device.torch_device, encoder)

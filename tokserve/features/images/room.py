@@ -6,5 +6,6 @@ from tokserve.base.rooms import Room
 
 ROOM = Room(
     engine="tokserve.features.images.engine:make",
+    runner="tokserve.features.images.features:make",
     reserve="tokserve.features.images.server_images:reserve",
 )

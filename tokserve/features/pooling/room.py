@@ -7,4 +7,5 @@ from tokserve.base.rooms import Room
 ROOM = Room(
     endpoints="tokserve.features.pooling.routes.table:ENDPOINTS",
     engine="tokserve.features.pooling.engine:PairedTexts",
+    runner="tokserve.features.pooling.vectors:make",
 )

@@ -13,6 +13,7 @@ from torch import Tensor
 from tokserve.models.decoder import Decoder
 from tokserve.protocol.params import PoolingParams
 from tokserve.protocol.plan import Float32, NewRow, StepPlan
+from tokserve.runner.features import RunnerContext, RunnerFeature
 
 PIECE = 256  # rows of hidden states that are added up at a time
 
@@ -30,7 +31,7 @@ class PooledPrompt:
     rows: list[Float32] = field(default_factory=list)
 
 
-class Pooler:
+class Pooler(RunnerFeature):
     """The pooled requests by slot."""
 
     def __init__(self, hidden: int) -> None:
@@ -46,7 +47,6 @@ class Pooler:
         self._prompts.pop(slot, None)
 
     def needed(self, plan: StepPlan) -> dict[int, int]:
-        """Plan row -> of how many of its last positions the hidden states are needed."""
         if not self._prompts:
             return {}
         counts = {}
@@ -62,7 +62,7 @@ class Pooler:
                 counts[row] = 1
         return counts
 
-    def pool(self, model: Decoder, plan: StepPlan, row: int, states: Tensor) -> Float32 | None:
+    def after(self, model: Decoder, plan: StepPlan, row: int, states: Tensor) -> Float32 | None:
         """The vector of a plan row once its prompt is computed, or the vectors of all tokens one after the other.
         `states` [count, hidden]: as `needed` has said, by `model`, which also classifies."""
         prompt = self._prompts[int(plan.slots[row])]
@@ -101,3 +101,8 @@ def _scaled(vectors: NDArray[np.floating], params: PoolingParams) -> Float32:  #
         lengths = np.sqrt(np.array([np.dot(vector, vector) for vector in exact]))[:, None]
         vectors = np.divide(exact, lengths, out=exact, where=lengths > 0)
     return vectors.astype(np.float32)
+
+
+def make(context: RunnerContext) -> RunnerFeature:
+    """The pooled requests of a runner."""
+    return Pooler(context.model.spec.hidden)

@@ -1,0 +1,77 @@
+"""`RunnerFeature`: what a room adds to a runner, and `RunnerHooks`: what all features have to be asked.
+
+As in the engine (`engine/hooks`), a feature keeps its own state of the requests in the slots and defines the hooks that
+it needs; their bound methods are collected once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tokserve.base.rooms import contributions
+from tokserve.config import Config
+from tokserve.models.decoder import Decoder
+from tokserve.protocol.images import ImageFormat
+from tokserve.protocol.plan import Float32, NewRow, StepPlan
+from tokserve.runner.backend import Backend, FeatureRows
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerContext:
+    """What features are made of.  `images`: of a model that reads some; `threads`: of ops."""
+
+    config: Config
+    model: Decoder
+    backend: Backend
+    images: ImageFormat | None
+    threads: int
+
+
+class RunnerFeature:
+    """The hooks, none of which must be defined.  They are called in the thread of steps, in the order of features."""
+
+    def assign(self, row: NewRow) -> None:
+        """A request takes a slot; what the one before has left there does not count."""
+
+    def release(self, slot: int) -> None:
+        """The slot is free."""
+
+    def before(self, plan: StepPlan, model: Decoder) -> FeatureRows | None:
+        """What stands in the place of tokens of a plan; one feature has something for it."""
+
+    def needed(self, plan: StepPlan) -> dict[int, int]:
+        """Plan row -> of how many of its last positions `after` reads the hidden states; a feature defines both."""
+        raise NotImplementedError
+
+    def after(self, model: Decoder, plan: StepPlan, row: int, states: Tensor) -> Float32 | None:
+        """The hidden states [count, H] that `needed` has named; returns the result of the row's request, at its end."""
+
+    def on_weights(self) -> None:
+        """The weights are others."""
+
+
+class RunnerHooks:
+    """The bound methods of the features that define a hook, by the hook's name."""
+
+    def __init__(self, features: Iterable[RunnerFeature] = ()) -> None:
+        features = tuple(features)
+
+        def those(name: str) -> tuple[Any, ...]:
+            base = getattr(RunnerFeature, name)
+            return tuple(getattr(one, name) for one in features if getattr(type(one), name) is not base)
+
+        self.assign: tuple[Callable[[NewRow], None], ...] = those("assign")
+        self.release: tuple[Callable[[int], None], ...] = those("release")
+        self.before: tuple[Callable[[StepPlan, Decoder], FeatureRows | None], ...] = those("before")
+        self.readers: tuple[RunnerFeature, ...] = tuple(method.__self__ for method in those("after"))
+        self.on_weights: tuple[Callable[[], None], ...] = those("on_weights")
+
+
+def make_features(context: RunnerContext) -> tuple[RunnerFeature, ...]:
+    """The features of a runner, in the order of the rooms."""
+    made = (make(context) for _, make in contributions("runner"))
+    return tuple(feature for feature in made if feature is not None)
