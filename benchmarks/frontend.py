@@ -39,7 +39,9 @@ import psutil
 import uvloop
 import zmq
 
-from tokserve.engine.output.columns import LogprobColumns, PackedRows, StepColumns
+from tokserve.engine.output.columns import ColumnBuffer, StepColumns, StepRows
+from tokserve.protocol.columns import LOGPROBS, ColumnRows, RecordForm
+from tokserve.protocol.logprobs import logprob_records, stride_of
 from tokserve.protocol.messages import (
     Abort,
     Call,
@@ -54,7 +56,6 @@ from tokserve.protocol.messages import (
     encode,
 )
 from tokserve.protocol.params import SamplingParams
-from tokserve.protocol.plan import LogprobRows
 
 VOCAB = 151_936
 PERIOD = 4096  # tokens of the script
@@ -86,8 +87,8 @@ NUMBERS = np.arange(PERIOD)
 IDS = array("i", (NUMBERS * 37_199 % VOCAB).astype("<i4").tobytes())
 OWN = -(NUMBERS / 997).astype("<f4")
 TOPS = np.tile(NUMBERS.astype("<i4")[:, None], 20)
-ROWS = LogprobRows(OWN, (1 + NUMBERS % 5).astype("<i4"), TOPS, -(TOPS / 997).astype("<f4"))
-SCORES = PackedRows(ROWS)
+RECORDS = logprob_records(OWN, (1 + NUMBERS % 5).astype("<i4"), TOPS, -(TOPS / 997).astype("<f4"))
+SCORES = StepRows(ColumnRows(RECORDS))
 
 # --- the engine ---
 
@@ -106,19 +107,16 @@ class Row:
     def take(self, count: int, step: StepColumns) -> None:
         """The next `count` tokens."""
         first, self.sent = self.sent, self.sent + count
-        step.add(self.request_id, IDS[first : self.sent], None if self.width is None else self.scored(first))
+        step.add(self.request_id, IDS[first : self.sent], () if self.width is None else (self.scored(first),))
         if self.sent == self.limit:
             times = {"queued": 0.001, "first_token": 0.002, "total": 0.5}
             step.set_rare(Finish("length", "max_tokens", **times), weight_versions=[("0", 0, self.sent)])
 
-    def scored(self, first: int) -> LogprobColumns:
+    def scored(self, first: int) -> ColumnBuffer:
         """The logprobs of the tokens from `first` to the last."""
-        columns = LogprobColumns(self.width or 0, "raw")
-        if self.sent == first + 1:
-            columns.append(SCORES, first)
-        else:
-            columns.add(ROWS, first, self.sent)
-        return columns
+        column = ColumnBuffer(LOGPROBS, RecordForm(stride_of(self.width or 0), "raw"))
+        column.append(SCORES, first, self.sent - first)
+        return column
 
 
 class Engine:

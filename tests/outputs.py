@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokserve.protocol.messages import Finish, Logprobs, RareFields, RowLogprobs, StepOutput, StepStats
+import msgspec
+
+from tokserve.protocol.columns import LOGPROBS, PROMPT_LOGPROBS, Column, RowColumn
+from tokserve.protocol.messages import Finish, RareFields, StepOutput, StepStats
 from tokserve.protocol.prompt import pack_ids
 
 
@@ -17,8 +20,8 @@ class Output:
 
     rid: str
     token_ids: list[int] = field(default_factory=list)
-    logprobs: Logprobs | None = None
-    prompt_logprobs: Logprobs | None = None
+    logprobs: Column | None = None
+    prompt_logprobs: Column | None = None
     cached: int = 0
     finish: Finish | None = None
     spans: list[tuple[str, int, int]] = field(default_factory=list)
@@ -32,9 +35,12 @@ def pack(outputs: Sequence[Output], stats: StepStats) -> StepOutput:
     parts, rare = [], []
     for row, o in enumerate(outputs):
         if o.logprobs is not None:
-            parts.append(RowLogprobs(o.logprobs, pack_ids([row])))
+            parts.append(RowColumn(LOGPROBS, o.logprobs, pack_ids([row])))
         if o.finish or o.prompt_logprobs is not None or o.cached or o.spans or o.pooled:
-            rare.append(RareFields(row, o.finish, o.prompt_logprobs, o.cached, o.spans, o.pooled))
+            values: dict[str, Any] = {"pooled": o.pooled} if o.pooled else {}
+            if o.prompt_logprobs is not None:
+                values[PROMPT_LOGPROBS] = o.prompt_logprobs
+            rare.append(RareFields(row, o.finish, o.cached, o.spans, values))
     ids = array("i", (token for o in outputs for token in o.token_ids)).tobytes()
     counts = pack_ids([len(o.token_ids) for o in outputs])
     return StepOutput(stats, [o.rid for o in outputs], ids, counts, parts, rare)
@@ -43,8 +49,11 @@ def pack(outputs: Sequence[Output], stats: StepStats) -> StepOutput:
 def unpack(step: StepOutput) -> list[Output]:
     """The rows of a message."""
     outputs = []
-    for rid, ids, logprobs, fields, _ in step.rows():
+    for rid, ids, columns, fields in step.rows():
         e = fields or RareFields(0)
-        rare = (e.prompt_logprobs, e.cached_tokens, e.finish, e.weight_versions, e.pooled, e.kv_transfer)
-        outputs.append(Output(rid, ids, logprobs, *rare, e.prompt_weight_versions))
+        scores = e.values.get(PROMPT_LOGPROBS)
+        scores = None if scores is None else msgspec.convert(scores, Column)
+        rare = (scores, e.cached_tokens, e.finish, e.weight_versions)
+        values = (e.values.get("pooled", b""), e.values.get("kv_transfer"))
+        outputs.append(Output(rid, ids, columns.get(LOGPROBS), *rare, *values, e.prompt_weight_versions))
     return outputs

@@ -24,6 +24,8 @@ from tokserve.config import (
     SchedulerConfig,
     ServerConfig,
 )
+from tokserve.protocol.columns import Column
+from tokserve.protocol.logprobs import logprob_column
 from tokserve.protocol.messages import (
     Abort,
     Announce,
@@ -32,7 +34,6 @@ from tokserve.protocol.messages import (
     EngineRequest,
     Finish,
     FromEngine,
-    Logprobs,
     Ready,
     Reply,
     Stall,
@@ -68,14 +69,12 @@ def config(model: str | Path = "none", **options: Any) -> Config:
     )
 
 
-def logprobs_for(ids: Sequence[int], width: int = 2) -> Logprobs:
+def logprobs_for(ids: Sequence[int], width: int = 2) -> Column:
     """Recognisable rows: -id/10, rank id % 7, top ids from id + 1."""
     sampled = np.asarray(ids, dtype="<f4") / np.float32(-10)
     top = np.asarray([[token + 1 + i for i in range(width)] for token in ids], dtype="<i4").reshape(len(ids), width)
     ranks = np.asarray([token % 7 for token in ids], dtype="<i4")
-    return Logprobs(
-        sampled.tobytes(), ranks.tobytes(), top.tobytes(), (top / np.float32(-10)).astype("<f4").tobytes(), width
-    )
+    return logprob_column(sampled, ranks, top, (top / np.float32(-10)).astype("<f4"))
 
 
 def tokens(rid: str, ids: Sequence[int], finish: Finish | None = None, **fields: Any) -> Output:
@@ -184,7 +183,7 @@ class FakeEngine:
             while self._outbox:
                 message_out = self._outbox.popleft()
                 if isinstance(message_out, StepOutput):
-                    for rid, _, _, rare, _ in message_out.rows():
+                    for rid, _, _, rare in message_out.rows():
                         if rare and rare.finish:
                             self.live.pop(rid, None)
                             self.ended.add(rid)

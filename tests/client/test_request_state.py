@@ -8,7 +8,8 @@ import pytest
 from tests.client.fake_engine import logprobs_for, stop
 from tokserve.base.errors import EngineDead
 from tokserve.client.request_state import ChoiceState, DeliveryRules, RequestState
-from tokserve.protocol.messages import Finish, Logprobs, RareFields
+from tokserve.protocol.columns import PROMPT_LOGPROBS, Column
+from tokserve.protocol.messages import Finish, RareFields
 from tokserve.protocol.prompt import TokenPrompt
 
 
@@ -19,10 +20,11 @@ def make(n: int = 1, stream: bool = True, awaits_scores: bool = False) -> tuple[
 
 
 def receive(
-    choice: ChoiceState, ids: list[int], finish: Finish | None = None, prompt_logprobs: Logprobs | None = None
+    choice: ChoiceState, ids: list[int], finish: Finish | None = None, prompt_logprobs: Column | None = None
 ) -> bool:
     """Accept a row of a step as the client does; return whether the consumer must be notified."""
-    choice.accept(ids, None, RareFields(0, finish, prompt_logprobs) if finish or prompt_logprobs else None)
+    values = {} if prompt_logprobs is None else {PROMPT_LOGPROBS: prompt_logprobs}
+    choice.accept(ids, {}, RareFields(0, finish, values=values) if finish or prompt_logprobs else None)
     choice.request.num_open -= choice.finished
     return choice.request.enqueue(choice)
 
@@ -96,7 +98,7 @@ def test_a_first_choice_that_ends_without_scores_holds_up_no_other() -> None:
 def test_a_pooled_vector_comes_with_the_end() -> None:
     request, [choice] = make()
     vector = np.arange(4, dtype="<f4").tobytes()
-    choice.accept([], None, RareFields(0, stop("pooled", "stop"), pooled=vector))
+    choice.accept([], {}, RareFields(0, stop("pooled", "stop"), values={"pooled": vector}))
     assert request.enqueue(choice)
     [delta] = request.take()
-    assert (delta.pooled, delta.token_ids, delta.finish_reason) == (vector, [], "stop")
+    assert (delta.values["pooled"], delta.token_ids, delta.finish_reason) == (vector, [], "stop")

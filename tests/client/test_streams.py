@@ -22,6 +22,7 @@ from tokserve.base.errors import (
 from tokserve.client.async_llm import AsyncLLM, Stream, collect
 from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import ChoiceOutput, merge
+from tokserve.protocol.columns import LOGPROBS, PROMPT_LOGPROBS
 from tokserve.protocol.messages import Abort, EngineRequest, Stall, StepStats, Submit, SubmitReply
 from tokserve.protocol.params import RequestOptions, SamplingParams
 from tokserve.protocol.prompt import TokenPrompt, pack_ids
@@ -38,10 +39,10 @@ def test_deltas_stream_and_add_up(play: Callable[..., None]) -> None:
         engine.step(tokens("r#0", [11], logprobs=logprobs_for([11]), prompt_logprobs=logprobs_for([6, 7]), cached=3))
         first = await anext(stream)
         assert first == ChoiceOutput(
-            0, [11], None, logprobs_for([11]), prompt_logprobs=logprobs_for([6, 7]), cached_tokens=3
+            0, [11], None, {LOGPROBS: logprobs_for([11])}, 3, values={PROMPT_LOGPROBS: logprobs_for([6, 7])}
         )
         engine.step(tokens("r#0", [12, 13], logprobs=logprobs_for([12, 13])), running=1, steps=2)
-        assert await anext(stream) == ChoiceOutput(0, [12, 13], None, logprobs_for([12, 13]))
+        assert await anext(stream) == ChoiceOutput(0, [12, 13], None, {LOGPROBS: logprobs_for([12, 13])})
         assert llm.stats == StepStats(running=1, steps=2) and llm.num_inflight == 1
         end = stop("stop_token", "stop", stop=14)
         engine.step(tokens("r#0", [14], end, logprobs=logprobs_for([14]), spans=[("v1", 0, 4)]))

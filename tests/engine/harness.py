@@ -15,6 +15,7 @@ from tests.outputs import Output, unpack
 from tokserve.config import Config
 from tokserve.engine.core import EngineCore
 from tokserve.features.speculation.drafter import Drafter
+from tokserve.protocol.columns import Column, join
 from tokserve.protocol.images import ImageFormat
 from tokserve.protocol.kv_spec import StateLayout
 from tokserve.protocol.messages import (
@@ -23,7 +24,6 @@ from tokserve.protocol.messages import (
     EngineRequest,
     Finish,
     FromEngine,
-    Logprobs,
     Reply,
     Stall,
     StepOutput,
@@ -46,8 +46,8 @@ class Received:
 
     tokens: list[int] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
-    logprobs: Logprobs | None = None
-    prompt_logprobs: Logprobs | None = None
+    logprobs: Column | None = None
+    prompt_logprobs: Column | None = None
     finish: Finish | None = None
     cached: int = 0
     pooled: bytes = b""
@@ -61,25 +61,12 @@ class Received:
             assert len(self.outputs) == 1, "cached tokens are told with the first output"
             self.cached = output.cached
         if output.logprobs is not None:
-            self.logprobs = output.logprobs if self.logprobs is None else joined(self.logprobs, output.logprobs)
+            self.logprobs = output.logprobs if self.logprobs is None else join([self.logprobs, output.logprobs])
         if output.prompt_logprobs is not None:
             assert len(self.outputs) == 1, "prompt logprobs come with the first output"
             self.prompt_logprobs = output.prompt_logprobs
         self.pooled += output.pooled
         self.finish = output.finish
-
-
-def joined(one: Logprobs, other: Logprobs) -> Logprobs:
-    """The rows of one, then those of the other."""
-    assert (one.width, one.mode) == (other.width, other.mode)
-    return Logprobs(
-        one.token_logprobs + other.token_logprobs,
-        one.ranks + other.ranks,
-        one.top_ids + other.top_ids,
-        one.top_logprobs + other.top_logprobs,
-        one.width,
-        one.mode,
-    )
 
 
 class Clock:

@@ -25,6 +25,7 @@ from tests.engine.scripted_states import States, demand
 from tests.engine.solo import START, VOCAB, chain, draw, logprob_row, logprob_width, prefixes_of, rows_of, vector
 from tokserve.base.errors import RequestError
 from tokserve.config import Config
+from tokserve.protocol.columns import LOGPROBS, PROMPT_LOGPROBS, ColumnRows
 from tokserve.protocol.images import ImageFormat
 from tokserve.protocol.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
 from tokserve.protocol.params import PoolingParams, SamplingParams
@@ -465,15 +466,14 @@ class ScriptedExecutor:
                 counts.append(0)
                 status.append(NOT_FINITE if failed else OK)
         widest = max((len(row[2]) for row in rows), default=0)
-        logprobs = rows_of(rows, widest, padding=1) if widest or rows else None
+        columns = {LOGPROBS: ColumnRows(rows_of(rows, widest, padding=1))} if widest or rows else {}
         return StepResult(
             plan.step,
             np.array(counts, np.int32),
             np.array(tokens, np.int32),
             np.array(status, np.uint8),
-            logprobs,
-            prompt_rows,
-            pooled,
+            columns,
+            {PROMPT_LOGPROBS: prompt_rows, "pooled": pooled},
             draft_passes=self._draft_passes(plan),
             saved=self.states.saved.pop(plan.step, []),
         )

@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from tokserve.protocol.messages import EngineRequest, Logprobs
+from tokserve.protocol.columns import Column
+from tokserve.protocol.logprobs import logprob_records, stride_of
+from tokserve.protocol.messages import EngineRequest
 from tokserve.protocol.params import PoolingParams, RequestOptions, SamplingParams
-from tokserve.protocol.plan import Float32, LogprobRows
+from tokserve.protocol.plan import Float32, Int32
 from tokserve.protocol.prompt import Feature, TokenPrompt, pack_ids
 
 VOCAB = 20
@@ -78,26 +80,19 @@ def logprob_row(
     return -number - token, 1 + digest[5], ids, [-number - i for i in range(width)]
 
 
-def rows_of(rows: Sequence[tuple[float, int, Any, Any]], width: int, padding: int = 0) -> LogprobRows:
+def rows_of(rows: Sequence[tuple[float, int, Any, Any]], width: int, padding: int = 0) -> Int32:
+    """The records of these rows."""
     count = len(rows)
     ids = np.full((count, width + padding), -7, np.int32)
     values = np.full((count, width + padding), np.nan, np.float32)
     for i, (_, _, top_ids, top_values) in enumerate(rows):
         ids[i, : len(top_ids)], values[i, : len(top_ids)] = top_ids, top_values
     token_logprobs = np.array([row[0] for row in rows], np.float32)
-    return LogprobRows(token_logprobs, np.array([row[1] for row in rows], np.int32), ids, values)
+    return logprob_records(token_logprobs, np.array([row[1] for row in rows], np.int32), ids, values)
 
 
-def packed(rows: Sequence[tuple[float, int, Any, Any]], width: int, mode: str = "raw") -> Logprobs:
-    columns = rows_of(rows, width)
-    return Logprobs(
-        columns.token_logprobs.tobytes(),
-        columns.ranks.tobytes(),
-        columns.top_ids.tobytes(),
-        columns.top_logprobs.tobytes(),
-        width,
-        mode,
-    )
+def packed(rows: Sequence[tuple[float, int, Any, Any]], width: int, mode: str = "raw") -> Column:
+    return Column(rows_of(rows, width).tobytes(), stride_of(width), b"", mode)
 
 
 @dataclass
@@ -106,8 +101,8 @@ class Solo:
 
     tokens: list[int]
     detail: str
-    logprobs: Logprobs | None
-    prompt_logprobs: Logprobs | None
+    logprobs: Column | None
+    prompt_logprobs: Column | None
     pooled: bytes = b""
 
 

@@ -1,4 +1,4 @@
-"""Logprob rows of a step, cut to one request's width and packed."""
+"""Columns of a step, cut to the length of one request's records and packed."""
 
 from __future__ import annotations
 
@@ -8,60 +8,59 @@ import numpy as np
 import pytest
 
 from tests.outputs import unpack
-from tokserve.engine.output.columns import LogprobColumns, PackedRows, StepColumns
+from tokserve.engine.output.columns import ColumnBuffer, PromptRows, StepColumns, StepRows
+from tokserve.protocol.columns import LOGPROBS, Column, ColumnRows, RecordForm
 from tokserve.protocol.messages import Finish, StepStats
-from tokserve.protocol.plan import LogprobRows
 from tokserve.protocol.prompt import pack_ids
 
 
-def rows(count: int, width: int) -> LogprobRows:
-    rng = np.random.default_rng(count)
-    return LogprobRows(
-        rng.random(count, np.float32),
-        rng.integers(1, 99, count, np.int32),
-        rng.integers(0, 99, (count, width), np.int32),
-        rng.random((count, width), np.float32),
-    )
+def records(count: int, numbers: int) -> np.ndarray:
+    return np.random.default_rng(count).integers(1, 99, (count, numbers), np.int32)
 
 
-@pytest.mark.parametrize("width", [0, 1, 3, 5])
-def test_rows_are_cut_to_the_width_and_packed_in_order(width: int) -> None:
-    columns = LogprobColumns(width, "temperature")
-    one, two = rows(4, 5), rows(3, 6)
-    columns.add(one, 1, 3)
-    columns.add(two, 2, 3)
-    packed = columns.packed()
-    assert (packed.width, packed.mode) == (width, "temperature")
-    token_logprobs = np.concatenate([one.token_logprobs[1:3], two.token_logprobs[2:]])
-    assert np.array_equal(np.frombuffer(packed.token_logprobs, "<f4"), token_logprobs)
-    assert np.array_equal(np.frombuffer(packed.ranks, "<i4"), np.concatenate([one.ranks[1:3], two.ranks[2:]]))
-    ids = np.concatenate([one.top_ids[1:3, :width], two.top_ids[2:, :width]])
-    assert np.array_equal(np.frombuffer(packed.top_ids, "<i4").reshape(3, width), ids)
-    values = np.concatenate([one.top_logprobs[1:3, :width], two.top_logprobs[2:, :width]])
-    assert np.array_equal(np.frombuffer(packed.top_logprobs, "<f4").reshape(3, width), values)
+def buffer(numbers: int, form: str = "raw") -> ColumnBuffer:
+    return ColumnBuffer(LOGPROBS, RecordForm(4 * numbers, form))
 
 
-@pytest.mark.parametrize("width", [0, 2])
-def test_a_single_row_is_the_same_from_packed_rows(width: int) -> None:
-    step = rows(5, 3)
-    one, other = LogprobColumns(width, "raw"), LogprobColumns(width, "raw")
-    for row in (3, 0):
-        one.add(step, row, row + 1)
-        other.append(PackedRows(step), row)
-    assert one.packed() == other.packed() and len(one.packed().ranks) == 8
+@pytest.mark.parametrize("numbers", [2, 4, 8, 10])
+def test_records_are_cut_to_their_length_and_packed_in_order(numbers: int) -> None:
+    column = buffer(numbers, "temperature")
+    one, two = records(4, 10), records(3, 12)
+    column.append(StepRows(ColumnRows(one)), 1, 2)
+    column.append(StepRows(ColumnRows(two)), 2)
+    expected = np.concatenate([one[1:3, :numbers], two[2:, :numbers]])
+    assert column.packed() == Column(expected.tobytes(), 4 * numbers, b"", "temperature")
+
+
+def test_items_of_a_ragged_column_are_those_of_its_rows() -> None:
+    column = ColumnBuffer("masks", RecordForm(8))
+    step = StepRows(ColumnRows(np.array([[2, 7], [-1, 8], [0, 9], [3, 6]], np.int32), np.arange(5, dtype=np.int32)))
+    column.append(step, 3)
+    column.append(step, 0, 2)
+    assert column.packed() == Column(pack_ids([3, 6, 2, 7, -1, 8]), 8, pack_ids([2, 3, 4, 0, 1]))
 
 
 def test_moved_rows_are_gone() -> None:
-    columns, all_of_them = LogprobColumns(1, "raw"), LogprobColumns(1, "raw")
-    columns.add(rows(2, 1), 0, 2)
-    columns.move(all_of_them)
-    assert columns.packed().ranks == b""
-    columns.add(rows(3, 1), 0, 1)
-    columns.move(all_of_them)
-    alone = LogprobColumns(1, "raw")
-    alone.add(rows(2, 1), 0, 2)
-    alone.add(rows(3, 1), 0, 1)
+    column, all_of_them, alone = buffer(4), buffer(4), buffer(4)
+    one, two = StepRows(ColumnRows(records(2, 4))), StepRows(ColumnRows(records(3, 4)))
+    column.append(one, 0, 2)
+    column.move(all_of_them)
+    assert column.packed().records == b""
+    column.append(two, 0)
+    column.append(two, 1)
+    column.move(all_of_them)
+    alone.append(one, 0, 2)
+    alone.append(two, 0, 2)
     assert all_of_them.packed() == alone.packed()
+
+
+def test_prompt_rows_that_are_known_are_not_taken_again() -> None:
+    rows, scores = PromptRows(RecordForm(8, "raw"), 2, 6), records(6, 4)
+    rows.add(0, scores[2:4])
+    assert rows.take() is None and rows.next == 4, "not all of them"
+    rows.add(0, scores[2:3])
+    rows.add(2, scores[3:6])
+    assert rows.take() == Column(scores[2:6, :2].tobytes(), 8, b"", "raw")
 
 
 def test_a_step_of_single_tokens_has_no_counts() -> None:
@@ -70,21 +69,22 @@ def test_a_step_of_single_tokens_has_no_counts() -> None:
         step.add(f"r{token}", array("i", [token]))
     output = step.step(StepStats(running=2))
     assert (output.request_ids, output.token_ids, output.counts) == (["r5", "r6"], pack_ids([5, 6]), b"")
-    assert output.stats.running == 2 and not output.logprobs and not output.rare
+    assert output.stats.running == 2 and not output.columns and not output.rare
 
 
 def test_rows_of_all_kinds_come_out_as_they_went_in() -> None:
-    def scored(width: int, mode: str, count: int) -> LogprobColumns:
-        columns = LogprobColumns(width, mode)
-        columns.add(rows(6, 4), 0, count)
-        return columns
+    def scored(numbers: int, mode: str, count: int) -> ColumnBuffer:
+        column = buffer(numbers, mode)
+        column.append(StepRows(ColumnRows(records(6, 10))), 0, count)
+        return column
 
-    kinds = [(0, "raw", 2), (3, "raw", 1), (0, "raw", 1), (0, "processed", 1)]
+    kinds = [(2, "raw", 2), (8, "raw", 1), (2, "raw", 1), (2, "processed", 1)]
+    scores = scored(6, "raw", 5).packed()
     step = StepColumns()
     step.add("plain", array("i", [1]))
     for number, kind in enumerate(kinds):
-        step.add(f"r{number}", array("i", range(kind[2])), scored(*kind))
-    step.set_rare(Finish("stop", "eos"), scored(2, "raw", 5), 16, [("v", 0, 1)])
+        step.add(f"r{number}", array("i", range(kind[2])), (scored(*kind),))
+    step.set_rare(Finish("stop", "eos"), 16, [("v", 0, 1)], {"prompt_logprobs": scores})
     step.add("refused", array("i"))
     step.set_rare(Finish("error", "error"))
     outputs = unpack(step.step(StepStats()))
@@ -94,5 +94,5 @@ def test_rows_of_all_kinds_come_out_as_they_went_in() -> None:
     assert outputs[0].logprobs is outputs[5].logprobs is None
     last = outputs[4]
     assert (last.finish, last.cached, last.spans) == (Finish("stop", "eos"), 16, [("v", 0, 1)])
-    assert last.prompt_logprobs == scored(2, "raw", 5).packed()
+    assert last.prompt_logprobs == scores
     assert outputs[5].finish == Finish("error", "error")

@@ -34,7 +34,7 @@ def test_a_vector_comes_with_the_end_of_the_prompt(depth: int, budget: int, task
         not plan.num_logits[i]
         for plan in engine.executor.plans
         for i in range(len(plan.slots))
-        if engine.executor.results[plan.step].pooled.get(i) is not None
+        if engine.executor.results[plan.step].values["pooled"].get(i) is not None
     )
     engine.check_empty()
 

@@ -10,9 +10,11 @@ import pytest
 from tests.engine.solo import engine_request, rows_of
 from tests.outputs import Output, unpack
 from tokserve.base.errors import RequestError
-from tokserve.engine.output.columns import PackedRows, StepColumns
+from tokserve.engine.output.columns import StepColumns, StepRows
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.request import Request
+from tokserve.protocol.columns import LOGPROBS, PROMPT_LOGPROBS, ColumnRows
+from tokserve.protocol.logprobs import Logprobs, width_of
 from tokserve.protocol.messages import Finish, StepStats
 from tokserve.protocol.params import PoolingParams, RepetitionDetection, SamplingParams
 
@@ -38,11 +40,16 @@ def emitted(request: Request) -> Output:
     return output
 
 
+def step_of(records: Any) -> dict[str, StepRows]:
+    """The columns of a step with these records of logprobs."""
+    return {LOGPROBS: StepRows(ColumnRows(records))}
+
+
 def feed(request: Request, *tokens: int) -> Finish | None:
     for token in tokens:
         assert request.finish is None
         request.on_computed("v")
-        request.append([token], None, 0, 101.0)
+        request.append([token], {}, 0, 101.0)
     return request.finish
 
 
@@ -136,7 +143,7 @@ def test_repetition_ends_at_the_first_token_that_completes_the_pattern() -> None
         circles = RepetitionDetection(max_pattern_size=last, min_pattern_size=first, min_count=times)
         request = make(repetition_detection=circles)
         while request.finish is None and request.num_output < 24:
-            request.append([output[request.num_output]], None, 0, 101.0)
+            request.append([output[request.num_output]], {}, 0, 101.0)
         actual = None if request.finish is None else (request.num_output, len(request.finish.stop))  # type: ignore[arg-type]
         assert actual == expected
 
@@ -200,15 +207,15 @@ def test_spans_follow_the_weight_version() -> None:
     request = make(max_tokens=5, ignore_eos=True)
     for version in ["v1", "v1", "v2", "v3", "v3"]:
         request.on_computed(version)
-        request.append([20], None, 0, 101.0)
+        request.append([20], {}, 0, 101.0)
     assert emitted(request).spans == [("v1", 0, 2), ("v2", 2, 3), ("v3", 3, 5)]
 
 
 def test_times_are_seconds_since_receipt() -> None:
     request = make(max_tokens=2, ignore_eos=True)
     request.history.admitted = 100.5
-    request.append([20], None, 0, 102.0)
-    request.append([20], None, 0, 104.0)
+    request.append([20], {}, 0, 102.0)
+    request.append([20], {}, 0, 104.0)
     assert request.finish is not None
     assert (request.finish.queued, request.finish.first_token, request.finish.total) == (0.5, 2.0, 4.0)
     never = make()
@@ -231,23 +238,23 @@ def test_times_are_seconds_since_receipt() -> None:
 def test_width_of_logprobs(params: dict[str, Any], width: int | None) -> None:
     request = make(max_tokens=1, **params)
     wide = rows_of([(0.0, 1, [0] * 60, [0.0] * 60)] * 2, 60)
-    request.append([20], PackedRows(wide), 1, 101.0)
+    request.append([20], step_of(wide), 1, 101.0)
     logprobs = emitted(request).logprobs
     if width is None:
         assert logprobs is None
     else:
         assert logprobs is not None
-        assert (logprobs.width, len(logprobs.ranks), len(logprobs.top_ids)) == (width, 4, 4 * width)
+        assert (width_of(logprobs), logprobs.num_rows) == (width, 1)
 
 
 @pytest.mark.parametrize(("requested", "mode"), [(None, "raw"), ("processed", "processed")])
 def test_mode_of_logprobs_is_the_requests_or_the_models(requested: Any, mode: str) -> None:
     request = make(max_tokens=1, logprobs=0, prompt_logprobs=1, logprobs_mode=requested)
-    request.output.add_prompt_rows(0, rows_of([(0.0, 1, [0], [0.0])] * (request.prompt_len - 1), 1))
-    request.append([20], PackedRows(rows_of([(0.0, 1, [], [])], 0)), 0, 101.0)
+    request.output.collect(PROMPT_LOGPROBS, 0, 0, rows_of([(0.0, 1, [0], [0.0])] * (request.prompt_len - 1), 1))
+    request.append([20], step_of(rows_of([(0.0, 1, [], [])], 0)), 0, 101.0)
     output = emitted(request)
     assert output.logprobs is not None and output.prompt_logprobs is not None
-    assert output.logprobs.mode == output.prompt_logprobs.mode == mode
+    assert output.logprobs.form == output.prompt_logprobs.form == mode
 
 
 @pytest.mark.parametrize(
@@ -277,24 +284,24 @@ def test_prompt_rows_are_gathered_and_those_seen_before_are_dropped() -> None:
     def rows(first: int, last: int) -> Any:
         return rows_of([(-float(j), j, [j], [-float(j)]) for j in range(first, last)], 1, padding=1)
 
-    request.output.add_prompt_rows(0, rows(2, 5))  # positions 0..3
+    request.output.collect(PROMPT_LOGPROBS, 0, 0, rows(2, 5))  # positions 0..3
     assert request.reusable == 4
-    request.output.add_prompt_rows(0, rows(2, 4))  # after a preemption
-    request.output.add_prompt_rows(3, rows(4, 7))
-    request.output.add_prompt_rows(6, rows(7, 8))
+    request.output.collect(PROMPT_LOGPROBS, 0, 0, rows(2, 4))  # after a preemption
+    request.output.collect(PROMPT_LOGPROBS, 3, 0, rows(4, 7))
+    request.output.collect(PROMPT_LOGPROBS, 6, 0, rows(7, 8))
     assert request.reusable == 7
     feed(request, 20)
     columns = emitted(request).prompt_logprobs
     assert columns is not None
-    assert np.frombuffer(columns.ranks, "<i4").tolist() == [2, 3, 4, 5, 6, 7]
-    assert np.frombuffer(columns.top_ids, "<i4").tolist() == [2, 3, 4, 5, 6, 7]
+    scores = Logprobs.of(columns)
+    assert scores.ranks.tolist() == scores.top_ids[:, 0].tolist() == [2, 3, 4, 5, 6, 7]
 
 
 def test_prompt_logprobs_without_rows_are_empty_not_absent() -> None:
     request = make([10], prompt_logprobs=2, max_tokens=1)
     feed(request, 20)
     columns = emitted(request).prompt_logprobs
-    assert columns is not None and columns.ranks == b"" and columns.width == 2
+    assert columns is not None and columns.num_rows == 0 and width_of(columns) == 2
 
 
 def test_new_row_has_all_tokens() -> None:
@@ -304,23 +311,23 @@ def test_new_row_has_all_tokens() -> None:
     row = request.new_row({})
     assert row.tokens.tolist() == [10, 11, 20, 21] and row.tokens.dtype == np.int32
     assert (row.slot, row.request_id, row.prompt_len, row.seed, row.stop_ids, row.adapter) == (5, "r", 2, 7, (1, 2), -1)
-    request.append([22], None, 0, 1.0)
+    request.append([22], {}, 0, 1.0)
     assert len(row.tokens) == 4
 
 
 def test_a_run_of_tokens_is_cut_at_its_stop() -> None:
     request = make(max_tokens=9, stop_token_ids=[30], logprobs=0)
-    rows = PackedRows(rows_of([(-float(i), i, [], []) for i in range(6)], 0))
+    rows = step_of(rows_of([(-float(i), i, [], []) for i in range(6)], 0))
     assert request.append([20, 21], rows, 1, 101.0) == 2 and request.finish is None
     assert request.append([22, 30, 23], rows, 3, 102.0) == 2
     output = emitted(request)
     assert output.token_ids == [20, 21, 22, 30] and output.finish is not None and output.finish.stop == 30
-    assert output.logprobs is not None and np.frombuffer(output.logprobs.ranks, "<i4").tolist() == [1, 2, 3, 4]
+    assert output.logprobs is not None and Logprobs.of(output.logprobs).ranks.tolist() == [1, 2, 3, 4]
 
 
 def test_a_run_of_tokens_is_cut_at_max_tokens() -> None:
     request = make(max_tokens=2, ignore_eos=True)
-    assert request.append([20, 21, 22], None, 0, 101.0) == 2
+    assert request.append([20, 21, 22], {}, 0, 101.0) == 2
     assert request.finish is not None and request.finish.detail == "max_tokens" and request.num_output == 2
 
 
@@ -329,7 +336,8 @@ def test_a_pooling_request_may_fill_the_context() -> None:
     assert request.prompt_only and request.limit == request.prompt_len == 32 and request.stop_ids == ()
     with pytest.raises(RequestError, match="prompt of 33 tokens does not fit"):
         make([10] * 33, task=PoolingParams())
-    request.on_prompt_computed(np.array([0.5, -1.0], np.float32), 101.0)
+    request.output.collect("pooled", 0, 32, np.array([0.5, -1.0], np.float32))
+    request.on_prompt_computed(101.0)
     output = emitted(request)
     assert np.frombuffer(output.pooled, "<f4").tolist() == [0.5, -1.0] and not output.token_ids
     assert output.finish is not None and (output.finish.reason, output.finish.detail) == ("stop", "pooled")

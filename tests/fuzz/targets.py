@@ -24,6 +24,7 @@ from tokserve.dialects.anthropic import messages as anthropic_messages
 from tokserve.dialects.openai import chat, completions, derender, render, responses, tokenize
 from tokserve.features.chat.chat import ChatTemplate
 from tokserve.protocol import messages
+from tokserve.protocol.columns import Column
 from tokserve.protocol.params import RequestOptions, SamplingParams
 from tokserve.protocol.prompt import TokenPrompt
 from tokserve.server.http import body
@@ -244,7 +245,9 @@ def seeds(name: str) -> list[bytes]:
     if name == "wire":
         sampling, options = SamplingParams(stop=["a"], logit_bias={5: 1.0}), RequestOptions(group_id="g")
         request = messages.EngineRequest("r#0", TokenPrompt(b"\5\0\0\0"), sampling, options, 3)
-        rare = messages.RareFields(0, messages.Finish("stop", "eos", 2), messages.Logprobs(b"1234", b"1234"))
+        rare = messages.RareFields(
+            0, messages.Finish("stop", "eos", 2), values={"prompt_logprobs": Column(b"12345678", 8)}
+        )
         step = messages.StepOutput(messages.StepStats(1, 2), ["r#0"], b"\5\0\0\0", b"", [], [rare])
         samples: list[Any] = [
             step,

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tokserve.client.outputs import join_masks
 from tokserve.protocol import messages as m
+from tokserve.protocol.columns import Column, RowColumn, join
 from tokserve.protocol.params import PoolingParams, RequestOptions, SamplingParams
 from tokserve.protocol.prompt import Feature, TokenPrompt, pack_ids, unpack_ids
 
@@ -45,7 +45,7 @@ def test_messages_to_the_engine_survive(message: m.ToEngine) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        m.StepOutput(m.StepStats(3), ["r"], pack_ids([9]), b"", [m.RowLogprobs(m.Logprobs(b"abcd", b"efgh"))]),
+        m.StepOutput(m.StepStats(3), ["r"], pack_ids([9]), b"", [RowColumn("logprobs", Column(b"abcdefgh", 8))]),
         m.StepOutput(
             m.StepStats(),
             ["r"],
@@ -54,7 +54,7 @@ def test_messages_to_the_engine_survive(message: m.ToEngine) -> None:
             [],
             [
                 m.RareFields(
-                    0, m.Finish("stop", "stop_sequence", [1, 2]), m.Logprobs(), 16, weight_versions=[("0", 0, 5)]
+                    0, m.Finish("stop", "stop_sequence", [1, 2]), 16, [("0", 0, 5)], {"pooled": b"1234", "n": {"a": 1}}
                 )
             ],
         ),
@@ -79,60 +79,50 @@ def test_one_token_of_a_stream_is_a_few_bytes_and_its_request() -> None:
     assert len(m.encode(step)) < 64 * 24 + 50
 
 
-def test_rows_of_a_step() -> None:
-    def logprobs(first: int, count: int, width: int) -> m.Logprobs:
-        packed_ids = pack_ids(range(first, first + count))
-        return m.Logprobs(packed_ids, packed_ids, packed_ids * width, packed_ids * width, width)
-
-    assert list(m.StepOutput(m.StepStats()).rows()) == []
-    plain = m.StepOutput(m.StepStats(), ["a", "b"], pack_ids([7, 8]))
-    assert list(plain.rows()) == [("a", [7], None, None, None), ("b", [8], None, None, None)]
-    one, two = m.RowLogprobs(logprobs(5, 3, 0), pack_ids([0, 3])), m.RowLogprobs(logprobs(1, 1, 2), pack_ids([1]))
-    end = m.RareFields(2, m.Finish("abort", "abort_user"))
-    numbers, ids = [2, -1, 0, -2], [4, 5]  # of the tokens of rows a and d
-    masks = m.RowSamplingMasks(masks_of(numbers[:3], ids), pack_ids([0, 3]))
-    mixed = m.StepOutput(
-        m.StepStats(),
-        ["a", "b", "c", "d"],
-        pack_ids([1, 2, 3, 4]),
-        pack_ids([1, 1, 0, 2]),
-        [one, two],
-        [end],
-        masks,
-    )
-    assert list(mixed.rows()) == [
-        ("a", [1], logprobs(5, 1, 0), None, masks_of([2], [4, 5])),
-        ("b", [2], logprobs(1, 1, 2), None, None),
-        ("c", [], None, end, None),
-        ("d", [3, 4], logprobs(6, 2, 0), None, masks_of([-1, 0], [], 1)),
-    ]
-    every = m.StepOutput(m.StepStats(), ["a", "b"], pack_ids([1, 2]), b"", [m.RowLogprobs(logprobs(3, 2, 1))])
-    assert [row[2] for row in every.rows()] == [logprobs(3, 1, 1), logprobs(4, 1, 1)]
+def column_of(first: int, count: int, width: int) -> Column:
+    numbers = np.arange(first, first + count, dtype="<i4")
+    return Column(np.repeat(numbers, width).tobytes(), 4 * width)
 
 
-def masks_of(counts: list[int], ids: list[int], first: int = 0) -> m.SamplingMasks:
+def masks_of(counts: list[int], ids: list[int], first: int = 0) -> Column:
     rows = np.repeat(np.arange(first, first + len(counts), dtype="<f4")[:, None], 3, 1)
     rows.view("<i4")[:, 0] = counts
-    return m.SamplingMasks(rows.tobytes(), pack_ids(ids))
+    return Column(rows.tobytes(), 12, pack_ids(ids))
 
 
-def test_sampling_masks_are_cut_and_joined_by_rows() -> None:
+def test_rows_of_a_step() -> None:
+    assert list(m.StepOutput(m.StepStats()).rows()) == []
+    plain = m.StepOutput(m.StepStats(), ["a", "b"], pack_ids([7, 8]))
+    assert list(plain.rows()) == [("a", [7], {}, None), ("b", [8], {}, None)]
+    one = RowColumn("logprobs", column_of(5, 3, 2), pack_ids([0, 3]))
+    two = RowColumn("logprobs", column_of(1, 1, 4), pack_ids([1]))
+    end = m.RareFields(2, m.Finish("abort", "abort_user"))
+    masks = RowColumn("masks", masks_of([2, -1, 0], [4, 5]), pack_ids([0, 3]))
+    ids, counts = pack_ids([1, 2, 3, 4]), pack_ids([1, 1, 0, 2])
+    mixed = m.StepOutput(m.StepStats(), ["a", "b", "c", "d"], ids, counts, [one, two, masks], [end])
+    assert list(mixed.rows()) == [
+        ("a", [1], {"logprobs": column_of(5, 1, 2), "masks": masks_of([2], [4, 5])}, None),
+        ("b", [2], {"logprobs": column_of(1, 1, 4)}, None),
+        ("c", [], {}, end),
+        ("d", [3, 4], {"logprobs": column_of(6, 2, 2), "masks": masks_of([-1, 0], [], 1)}, None),
+    ]
+    every = m.StepOutput(m.StepStats(), ["a", "b"], pack_ids([1, 2]), b"", [RowColumn("logprobs", column_of(3, 2, 1))])
+    assert [row[2] for row in every.rows()] == [{"logprobs": column_of(3, 1, 1)}, {"logprobs": column_of(4, 1, 1)}]
+
+
+def test_ragged_columns_are_cut_and_joined_by_rows() -> None:
     masks = masks_of([2, -1, 3, -2, 1], [4, 5, 1, 2, 3, 9])
-    assert masks.cut(0) == m.SamplingMasks()
-    assert masks.cut(2) == masks_of([2, -1], [4, 5])
-    assert masks.cut(4) == masks_of([2, -1, 3, -2], [4, 5, 1, 2, 3])
-    step = m.StepOutput(
-        m.StepStats(), ["a", "b", "c"], pack_ids([1] * 5), pack_ids([2, 0, 3]), [], [], m.RowSamplingMasks(masks)
-    )
-    rows = [row[4] for row in m.decode_from_engine(m.encode(step)).rows()]  # type: ignore[union-attr]
-    assert rows == [masks.cut(2), m.SamplingMasks(), masks_of([3, -2, 1], [1, 2, 3, 9], 2)]
-    assert join_masks(rows) == masks
+    assert masks.part(0, 0) == Column(stride=12)
+    assert masks.part(0, 2) == masks_of([2, -1], [4, 5])
+    assert masks.part(1, 4) == masks_of([-1, 3, -2], [1, 2, 3], 1)
+    assert masks.part(0, 9) == masks, "as many as there are"
+    counts = pack_ids([2, 0, 3])
+    step = m.StepOutput(m.StepStats(), ["a", "b", "c"], pack_ids([1] * 5), counts, [RowColumn("masks", masks)])
+    rows = [row[2]["masks"] for row in m.decode_from_engine(m.encode(step)).rows()]  # type: ignore[union-attr]
+    assert rows == [masks.part(0, 2), Column(stride=12), masks_of([3, -2, 1], [1, 2, 3, 9], 2)]
+    assert join(rows) == masks
 
 
-def test_logprobs_are_cut_by_rows() -> None:
-    def rows(start: int, n: int) -> m.Logprobs:
-        column = np.arange(start, start + n, dtype="<f4").tobytes()
-        wide = np.arange(2 * start, 2 * (start + n), dtype="<i4").tobytes()
-        return m.Logprobs(column, column, wide, wide, 2, "raw")
-
-    assert rows(0, 5).cut(3) == rows(0, 3)
+def test_columns_are_cut_by_rows() -> None:
+    assert column_of(0, 5, 3).part(0, 3) == column_of(0, 3, 3)
+    assert column_of(0, 5, 3).part(2, 9) == column_of(2, 3, 3)

@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tokserve.protocol.columns import ColumnRows
 from tokserve.protocol.params import PoolingParams, SamplingParams
-from tokserve.protocol.plan import LogprobRows, NewRow, StepPlan, StepResult, decode_hook, encode
+from tokserve.protocol.plan import NewRow, StepPlan, StepResult, decode_hook, encode
 from tokserve.protocol.prompt import Feature
 
 
@@ -54,15 +55,19 @@ def test_a_plan_survives() -> None:
 
 
 def test_a_result_survives() -> None:
-    rows = LogprobRows(np.array([-0.5], np.float32), ints(1), ints(3, 4).reshape(1, 2), np.zeros((1, 2), np.float32))
     result = StepResult(
         7,
         counts=ints(2, 0),
         token_ids=ints(9, 8),
         status=np.array([0, 3], np.uint8),
-        logprobs=rows,
-        prompt_logprobs={0: rows},
-        pooled={1: np.ones(4, np.float32)},
-        routed_experts={0: ints(1, 2).reshape(1, 1, 2)},
+        columns={
+            "logprobs": ColumnRows(ints(1, 2, 3, 4).reshape(1, 4)),
+            "masks": ColumnRows(ints(2, 3).reshape(2, 1), ints(5, 6)),
+        },
+        values={
+            "prompt_logprobs": {0: ints(3, 4).reshape(1, 2)},
+            "pooled": {1: np.ones(4, np.float32)},
+            "routed_experts": {0: ints(1, 2).reshape(1, 1, 2)},
+        },
     )
     assert equal(carried(result), result)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,16 @@ from torch import Tensor
 from tests.runner.fake_device import FakeDevice
 from tests.tiny_models import tiny_config
 from tokserve.config import Config
+from tokserve.features.masks.columns import NAME as MASKS
+from tokserve.features.masks.columns import Masks
+from tokserve.protocol.column_table import asked_columns
+from tokserve.protocol.columns import LOGPROBS, PROMPT_LOGPROBS, ColumnRows
+from tokserve.protocol.logprobs import Logprobs
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import (
     OK,
     DeviceFacts,
-    LogprobRows,
     NewRow,
-    SamplingMaskRows,
     StepPlan,
     StepResult,
 )
@@ -181,6 +184,7 @@ class Driver:
                         job.stop_ids,
                         job.adapter,
                         job.features,
+                        columns=tuple(asked_columns(job.params)),
                     )
                 )
             count = min(chunk, len(tokens) - job.computed)
@@ -209,8 +213,8 @@ class Driver:
 
     def _take(self, active: list[Job], plan: StepPlan, result: StepResult) -> None:
         assert result.step == plan.step
-        for i, rows in result.prompt_logprobs.items():
-            job = active[i]
+        for i, records in result.values.get(PROMPT_LOGPROBS, {}).items():
+            job, rows = active[i], Logprobs(records)
             first = max(job.params.prompt_logprobs_start, 1, int(plan.num_computed[i]) + 1)
             width = rows.top_ids.shape[1]
             actual = {first + n: row(rows, n, width) for n in range(len(rows.ranks))}
@@ -242,15 +246,20 @@ class Driver:
         job.status += [OK] * (new.stop - new.start)
         job.finite += [True] * (new.stop - new.start)
         if job.params.logprobs is not None or job.params.logprob_token_ids:
-            assert result.logprobs is not None
+            logprobs = logprobs_of(result.columns)
+            assert logprobs is not None
             width = (job.params.logprobs or 0) + len(job.params.logprob_token_ids or [])
-            job.rows += [row(result.logprobs, n, width) for n in range(new.start, new.stop)]
+            job.rows += [row(logprobs, n, width) for n in range(new.start, new.stop)]
         if job.params.return_sampling_mask:
-            assert result.sampling_masks is not None
-            job.masks += masks_of(result.sampling_masks)[new]
+            job.masks += masks_of(result.columns[MASKS])[new]
 
 
-def row(rows: LogprobRows, n: int, width: int) -> Row:
+def logprobs_of(columns: Mapping[str, ColumnRows]) -> Logprobs | None:
+    """The logprobs of a step's tokens; None if no row asked for any."""
+    return Logprobs(columns[LOGPROBS].records) if LOGPROBS in columns else None
+
+
+def row(rows: Logprobs, n: int, width: int) -> Row:
     """Row n as plain values."""
     return (
         float(rows.token_logprobs[n]),
@@ -260,12 +269,12 @@ def row(rows: LogprobRows, n: int, width: int) -> Row:
     )
 
 
-def masks_of(rows: SamplingMaskRows) -> list[Mask]:
+def masks_of(rows: ColumnRows) -> list[Mask]:
     """The rows as plain values."""
-    ends = np.maximum(rows.counts, 0).cumsum().tolist()
-    assert len(rows.ids) == (ends[-1] if ends else 0)
-    columns = (rows.counts.tolist(), ends, rows.logprobs.tolist(), rows.kept_logprobs.tolist())
+    masks = Masks(rows)
+    assert len(masks.ids) == np.maximum(masks.counts, 0).sum()
+    columns = (masks.counts.tolist(), masks.each(), masks.logprobs.tolist(), masks.kept_logprobs.tolist())
     return [
-        (count, rows.ids[end - max(count, 0) : end].tolist(), logprob, kept)
-        for count, end, logprob, kept in zip(*columns, strict=True)
+        (count, [] if ids is None else ids.tolist(), logprob, kept)
+        for count, ids, logprob, kept in zip(*columns, strict=True)
     ]

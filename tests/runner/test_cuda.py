@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.models.test_float8 import QWEN, quantize
-from tests.runner.drive import Driver, Job, make_runner, masks_of, plan_of
+from tests.runner.drive import MASKS, Driver, Job, logprobs_of, make_runner, masks_of, plan_of
 from tests.runner.drive import row as plain_row
 from tests.runner.fake_device import FakeDevice, same_bytes
 from tests.runner.test_runner import jobs, outcomes, prompt
@@ -80,12 +80,12 @@ class LateDriver(Driver):
             job.output[next(at for at, token in enumerate(job.output) if token < 0)] = int(result.token_ids[n])
             job.finite.append(result.status[i] == OK)
             if job.params.logprobs is not None:
-                assert result.logprobs is not None
+                logprobs = logprobs_of(result.columns)
+                assert logprobs is not None
                 width = job.params.logprobs + len(job.params.logprob_token_ids or [])
-                job.rows.append(plain_row(result.logprobs, n, width))
+                job.rows.append(plain_row(logprobs, n, width))
             if job.params.return_sampling_mask:
-                assert result.sampling_masks is not None
-                job.masks.append(masks_of(result.sampling_masks)[n])
+                job.masks.append(masks_of(result.columns[MASKS])[n])
 
 
 def cuda(runner: Runner) -> CudaBackend:

@@ -13,6 +13,7 @@ from tests.runner.drive import Driver, Job, make_runner, plan_of
 from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import jobs, outcomes, prompt
 from tests.tiny_models import tiny_config
+from tokserve.protocol.columns import LOGPROBS
 from tokserve.protocol.params import SamplingParams, StructuredOutputs
 from tokserve.protocol.plan import (
     NO_LEGAL_TOKEN,
@@ -21,7 +22,6 @@ from tokserve.protocol.plan import (
     WITHHELD,
     DeviceFacts,
     GrammarBitmask,
-    LogprobRows,
     NewRow,
     StepResult,
 )
@@ -164,7 +164,7 @@ def test_a_withheld_row_gets_no_token_and_is_computed_again(loaded: Callable[...
     result = runner.sample(runner.forward(plan), bitmask([(1, {firsts[1]})], [2])).result()
     assert (result.counts.tolist(), result.status.tolist()) == ([0, 1, 1], [WITHHELD, OK, OK])
     assert result.token_ids.tolist() == [firsts[1], firsts[0]]
-    assert result.logprobs is not None and len(result.logprobs.ranks) == 2
+    assert len(result.columns[LOGPROBS].records) == 2
     # slot 2 has its last position computed again, slot 0 goes on with drafts, slot 1 has no token left by its mask
     drafts = [[], [expected[0].output[1], 0, 0], []]
     plan = plan_of([(2, 8, 1, 1), (0, 9, 4, 4), (1, 9, 1, 1)], 1, drafts)
@@ -176,7 +176,7 @@ def test_a_withheld_row_gets_no_token_and_is_computed_again(loaded: Callable[...
     plan = plan_of([(0, length, 1, 1), (2, 9, 3, 3)], 2, [[], [7, 8]])
     result = runner.sample(runner.forward(plan), bitmask([], [0, 2, 1])).result()
     assert (result.counts.tolist(), result.token_ids.tolist()) == ([0, 0], [])
-    assert result.status.tolist() == [WITHHELD] * 2 and result.logprobs is None
+    assert result.status.tolist() == [WITHHELD] * 2 and not result.columns
     runner.execute(plan_of([], freed=[0, 1, 2]))
 
 
@@ -199,10 +199,7 @@ def verified(
 ) -> tuple[list[int], list[int], list[bool]]:
     """The result of `verify` for rows that each sample one token more than they have drafts."""
     plan = plan_of([(i, 0, len(ids) + 1, len(ids) + 1) for i, ids in enumerate(drafts)], 0, drafts)
-    logprobs: LogprobRows | None = None
-    sampled = SampledTokens(
-        np.array(tokens, np.int32), None if status is None else np.array(status, np.uint8), logprobs
-    )
+    sampled = SampledTokens(np.array(tokens, np.int32), None if status is None else np.array(status, np.uint8))
     counts, row_status, kept = verify(plan, sampled, None if withheld is None else np.array(withheld))
     return counts.tolist(), row_status.tolist(), kept.tolist()
 
@@ -232,5 +229,5 @@ def test_results_of_a_step_without_drafts_are_its_tokens(loaded: Callable[..., L
     plan = plan_of([(4, 0, 8, 0), (2, 9, 1, 1)], 3, new=[chunk], blocks=[(4, 0, [40, 41])])
     result: StepResult = runner.execute(plan)
     assert (result.step, result.counts.tolist(), result.status.tolist()) == (3, [0, 1], [OK, OK])
-    assert len(result.token_ids) == 1 and result.logprobs is not None and len(result.logprobs.ranks) == 1
+    assert len(result.token_ids) == 1 and len(result.columns[LOGPROBS].records) == 1
     runner.execute(plan_of([], freed=[2, 4]))

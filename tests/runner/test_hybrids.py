@@ -20,6 +20,7 @@ from tokserve.base.errors import StartError
 from tokserve.engine.request import Request
 from tokserve.families.recurrent.states import StateTable
 from tokserve.protocol.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
+from tokserve.protocol.logprobs import Logprobs
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import NewRow
 from tokserve.runner import device, kvcache
@@ -98,7 +99,7 @@ def test_decoding_has_the_bits_of_scoring(tmp_path: Path) -> None:
         engine.run(500)
         decoded, scored = engine.received["decoded"].logprobs, engine.received[f"scored{attempt}"].prompt_logprobs
         assert decoded is not None and scored is not None
-        assert scored.token_logprobs == decoded.token_logprobs
+        assert np.array_equal(Logprobs.of(scored).token_logprobs, Logprobs.of(decoded).token_logprobs)
         assert engine.received[f"scored{attempt}"].cached == 32
 
 

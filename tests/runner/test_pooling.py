@@ -63,7 +63,7 @@ def test_the_vector_is_that_of_the_hidden_states_in_any_chunks(
     runner, _ = loaded
     params = PoolingParams(pooling, normalize)
     (result,) = pooled(runner, params, [LENGTH])
-    vector = result.pooled[0]
+    vector = result.values["pooled"][0]
     assert vector.dtype == np.float32 and result.status.tolist() == [OK] and result.counts.tolist() == [0]
     states = hidden(runner)
     expected = states[-1] if pooling == "last" else states.mean(0)
@@ -71,8 +71,8 @@ def test_the_vector_is_that_of_the_hidden_states_in_any_chunks(
     assert np.allclose(vector, expected, rtol=1e-6, atol=1e-7)
     for chunks in ([1] * LENGTH, [16, 16, 5], [30, 6, 1]):
         *chunked, last = pooled(runner, params, chunks)
-        assert not any(result.pooled for result in chunked)
-        assert last.pooled[0].tobytes() == vector.tobytes()
+        assert not any(result.values.get("pooled") for result in chunked)
+        assert last.values["pooled"][0].tobytes() == vector.tobytes()
 
 
 def test_the_vector_does_not_depend_on_the_batch(loaded: tuple[Runner, DeviceFacts]) -> None:
@@ -92,7 +92,7 @@ def test_the_vector_does_not_depend_on_the_batch(loaded: tuple[Runner, DeviceFac
     results = pooled(runner, PoolingParams("mean"), [16, 20, 1], other_row)
     tokens = [int(token) for result in results for token in result.token_ids]
     assert tokens == expected
-    assert results[-1].pooled[1].tobytes() == alone.pooled[0].tobytes()
+    assert results[-1].values["pooled"][1].tobytes() == alone.values["pooled"][0].tobytes()
 
 
 def test_a_slot_keeps_no_sum_of_its_last_request(loaded: tuple[Runner, DeviceFacts]) -> None:
@@ -101,7 +101,7 @@ def test_a_slot_keeps_no_sum_of_its_last_request(loaded: tuple[Runner, DeviceFac
     row = NewRow(3, "", np.array(prompt(LENGTH, 2), np.int32), LENGTH, PoolingParams("mean"), 0, ())
     runner.execute(plan_of([(3, 0, 20, 0)], new=[row], blocks=[(3, 0, [24, 25, 26])]))  # and preempted
     (result,) = pooled(runner, PoolingParams("mean"), [LENGTH])
-    assert result.pooled[0].tobytes() == expected.pooled[0].tobytes()
+    assert result.values["pooled"][0].tobytes() == expected.values["pooled"][0].tobytes()
 
 
 def test_a_vector_that_is_not_finite_is_flagged(
@@ -134,7 +134,7 @@ def test_a_checkpoint_without_a_head(tmp_path: Path, family: str, kind: str) -> 
         return load(resolve(Config.make(**common, **options)))[0]
 
     def vector(runner: Runner) -> Any:
-        return pooled(runner, PoolingParams("last", normalize=False), [LENGTH])[0].pooled[0]
+        return pooled(runner, PoolingParams("last", normalize=False), [LENGTH])[0].values["pooled"][0]
 
     assert np.allclose(vector(runner()), expected, atol=1e-4), "the architecture says that it pools"
     (base / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())

@@ -314,7 +314,7 @@ def test_min_tokens_and_bad_sequences_hold_to_the_end(loaded: Callable[..., Load
 def test_steps_without_samples_or_rows(loaded: Callable[..., Loaded]) -> None:
     runner, facts = loaded("float32")
     result = runner.execute(plan_of([], 41, freed=[3]))
-    assert (result.step, result.token_ids.tolist(), result.logprobs, result.prompt_logprobs) == (41, [], None, {})
+    assert (result.step, result.token_ids.tolist(), result.columns, result.values) == (41, [], {}, {})
     assert result.counts.tolist() == result.status.tolist() == []
     driver = Driver(runner, facts)
     driver._step([job := Job(prompt(20, 1), SamplingParams(logprobs=1))], chunk=4)

@@ -9,10 +9,12 @@ import pytest
 import torch
 from scipy import stats
 
-from tests.runner.drive import row
+from tests.runner.drive import logprobs_of, row
 from tokserve import ops
+from tokserve.protocol.column_table import asked_columns
+from tokserve.protocol.logprobs import Logprobs
 from tokserve.protocol.params import LOGPROBS_MODES, SamplingParams
-from tokserve.protocol.plan import NO_LEGAL_TOKEN, NOT_FINITE, OK, LogprobRows, NewRow
+from tokserve.protocol.plan import NO_LEGAL_TOKEN, NOT_FINITE, OK, NewRow
 from tokserve.rl import sticky_seeds
 from tokserve.runner.device import Host
 from tokserve.runner.logits import LogitRows
@@ -33,7 +35,8 @@ def make_sampler(requested: list[SamplingParams], mode: Any = "raw") -> tuple[Sa
     slots = Slots(len(requested), 16, 4)
     sampler = Sampler(slots, VOCAB, mode, Host())
     for slot, params in enumerate(requested):
-        entering = NewRow(slot, "", np.array(PROMPT + OUTPUT, np.int32), len(PROMPT), params, 1000 + slot, STOP)
+        tokens, columns = np.array(PROMPT + OUTPUT, np.int32), tuple(asked_columns(params))
+        entering = NewRow(slot, "", tokens, len(PROMPT), params, 1000 + slot, STOP, columns=columns)
         slots.assign(entering)
         sampler.assign(entering)
     return sampler, slots
@@ -128,7 +131,7 @@ def test_draws_follow_the_exact_distribution(name: str) -> None:
     for batch in range(5):
         slots.seeds[:] = np.arange(BATCH) * 7919 + batch * 10**9
         drawn = draw(sampler, logits.repeat(BATCH, 1), rows_of(np.arange(BATCH)))
-        assert drawn.status is None and drawn.logprobs is None
+        assert drawn.status is None and not drawn.columns
         counts += np.bincount(drawn.token_ids, minlength=VOCAB)
     possible = expected > 0
     assert counts[~possible].sum() == 0
@@ -143,7 +146,7 @@ def test_draws_among_huge_logits_follow_the_reported_logprobs(bias: float, tempe
         logit_bias=dict.fromkeys((4, 9, 20), bias), temperature=temperature, logprobs=-1, logprobs_mode="processed"
     )
     logits = model_logits()
-    logprobs = draw(make_sampler([params])[0], logits.clone(), rows_of([0])).logprobs
+    logprobs = logprobs_of(draw(make_sampler([params])[0], logits.clone(), rows_of([0])).columns)
     assert logprobs is not None
     sampler, slots = make_sampler([params] * BATCH)
     slots.seeds[:] = np.arange(BATCH) * 7919
@@ -196,8 +199,9 @@ def test_logprobs_are_those_of_their_kind(name: str, mode: Any, named: list[int]
 
 
 def check_logprobs(drawn: SampledTokens, expected: np.ndarray[Any, Any], named: list[int]) -> None:
-    assert drawn.logprobs is not None
-    logprob, rank, ids, values = row(drawn.logprobs, 0, VOCAB + len(named))
+    logprobs = logprobs_of(drawn.columns)
+    assert logprobs is not None
+    logprob, rank, ids, values = row(logprobs, 0, VOCAB + len(named))
     token = int(drawn.token_ids[0])
     assert logprob == pytest.approx(expected[token], abs=1e-5)
     assert rank == 1 + (expected > expected[token]).sum()
@@ -226,8 +230,9 @@ def test_the_default_logprobs_mode() -> None:
     for default, mode in (("raw", None), ("temperature", None), ("raw", "temperature"), ("processed", "raw")):
         params = SamplingParams(temperature=0.5, logprobs=1, logprobs_mode=mode)  # type: ignore[arg-type]
         drawn = draw(make_sampler([params], default)[0], logits.clone(), rows_of([0]))
-        assert drawn.logprobs is not None
-        results.append(float(drawn.logprobs.token_logprobs[0]))
+        logprobs = logprobs_of(drawn.columns)
+        assert logprobs is not None
+        results.append(float(logprobs.token_logprobs[0]))
     assert results[0] == results[3] != results[1] == results[2]
 
 
@@ -257,8 +262,9 @@ def own_row(params: SamplingParams, drawn: SampledTokens, n: int) -> Any:
     width = {None: 0, -1: VOCAB}.get(params.logprobs, params.logprobs) or 0
     width += len(params.logprob_token_ids or [])
     asks = params.logprobs is not None or params.logprob_token_ids
-    assert drawn.logprobs is not None or not asks
-    actual = row(drawn.logprobs, n, width) if drawn.logprobs is not None and asks else None
+    logprobs = logprobs_of(drawn.columns)
+    assert logprobs is not None or not asks
+    actual = row(logprobs, n, width) if logprobs is not None and asks else None
     return int(drawn.token_ids[n]), drawn.status is None or drawn.status[n] == OK, actual
 
 
@@ -318,7 +324,7 @@ def test_nonfinite_rows_are_flagged_and_change_no_other_row(monkeypatch: pytest.
 
 def test_nothing_is_returned_for_rows_that_ask_for_no_logprobs() -> None:
     sampler, _ = make_sampler([SamplingParams(), SamplingParams(temperature=0.0, prompt_logprobs=3)])
-    assert draw(sampler, model_logits(2), rows_of([0, 1])).logprobs is None
+    assert draw(sampler, model_logits(2), rows_of([0, 1])).columns == {}
     zero, four = np.zeros(2, np.int32), np.full(2, 4, np.int32)
     assert sampler.scored_spans(np.array([1, 0], np.int32), zero, four) == [(0, 1, 4)]
 
@@ -339,7 +345,7 @@ def test_scoring_where_everything_is_forbidden_is_minus_infinity() -> None:
         allowed_token_ids=[2], bad_token_sequences=[[3, 2]], prompt_logprobs=2, logprobs_mode="processed"
     )
     sampler, _ = make_sampler([params])
-    actual: LogprobRows = sampler.score(model_logits(2), 0, 1)  # after token 3; after tokens 3, 3
+    actual = Logprobs(sampler.score(model_logits(2), 0, 1))  # after token 3; after tokens 3, 3
     assert actual.token_logprobs.tolist() == [float("-inf")] * 2
     assert not np.isnan(actual.top_logprobs).any()
 
@@ -349,8 +355,7 @@ def test_scoring_ignores_min_tokens() -> None:
     logits = model_logits(3)
     actual = make_sampler([params])[0].score(logits.clone(), 0, 1)
     expected = make_sampler([SamplingParams(prompt_logprobs=2, logprobs_mode="temperature", temperature=0.5)])[0]
-    assert np.array_equal(actual.top_logprobs, expected.score(logits.clone(), 0, 1).top_logprobs)
-    assert np.array_equal(actual.token_logprobs, expected.score(logits.clone(), 0, 1).token_logprobs)
+    assert np.array_equal(actual, expected.score(logits.clone(), 0, 1))
 
 
 @pytest.mark.slow

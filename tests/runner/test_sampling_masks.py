@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runner.drive import Mask, masks_of
+from tests.runner.drive import MASKS, Mask, logprobs_of, masks_of
 from tests.runner.test_sampler import (
     DISTRIBUTIONS,
     OUTPUT,
@@ -23,9 +23,10 @@ from tests.runner.test_sampler import (
     rows_of,
     varied,
 )
+from tokserve.features.masks.columns import mask_rows
 from tokserve.ops import sampling
 from tokserve.protocol.params import MASK_TOO_LONG, WHOLE_VOCABULARY, SamplingParams
-from tokserve.protocol.plan import NewRow, SamplingMaskRows, StepResult, decode_hook, encode
+from tokserve.protocol.plan import NewRow, StepResult, decode_hook, encode
 from tokserve.runner.device import Host
 from tokserve.runner.sampler import SampledTokens, Sampler
 from tokserve.runner.slots import Slots
@@ -36,8 +37,7 @@ def with_mask(**options: Any) -> SamplingParams:
 
 
 def drawn_masks(drawn: SampledTokens) -> list[Mask]:
-    assert drawn.masks is not None
-    return masks_of(drawn.masks)
+    return masks_of(drawn.columns[MASKS])
 
 
 def log_mass(logits: torch.Tensor, ids: list[int], temperature: float) -> float:
@@ -77,8 +77,9 @@ def test_processed_and_kept_make_the_logprob_at_the_temperature(temperature: flo
     slots.seeds[:] = 8
     drawn = draw(sampler, logits, rows_of([0, 1]))
     (_, ids, logprob, kept), again = drawn_masks(drawn)
-    assert again == (len(ids), ids, logprob, kept) and drawn.logprobs is not None
-    at_temperature, processed = drawn.logprobs.token_logprobs.tolist()
+    logprobs = logprobs_of(drawn.columns)
+    assert again == (len(ids), ids, logprob, kept) and logprobs is not None
+    at_temperature, processed = logprobs.token_logprobs.tolist()
     assert logprob + kept == pytest.approx(at_temperature, abs=1e-6)
     if temperature:  # a greedy token is certain, and `processed` is of what the largest was chosen from
         assert logprob == processed
@@ -106,9 +107,9 @@ def test_more_ids_than_a_mask_may_have() -> None:
     slots = Slots(3, 16, 4)
     sampler = Sampler(slots, VOCAB, "raw", Host(), max_mask=5)
     for slot, top_k in enumerate((5, 6, 0)):
-        entering = NewRow(
-            slot, "", np.array(PROMPT + OUTPUT, np.int32), len(PROMPT), with_mask(top_k=top_k), slot, STOP
-        )
+        tokens = np.array(PROMPT + OUTPUT, np.int32)
+        params = with_mask(top_k=top_k)
+        entering = NewRow(slot, "", tokens, len(PROMPT), params, slot, STOP, columns=(MASKS,))
         slots.assign(entering)
         sampler.assign(entering)
     logits = model_logits(3)
@@ -133,14 +134,14 @@ def test_a_mask_has_the_same_bits_in_any_batch_and_changes_no_token() -> None:
     sampler, _ = make_sampler(changed)
     logits = model_logits(60, seed=9)
     alone = [draw(sampler, logits[i : i + 1].clone(), rows_of([i])) for i in range(60)]
-    assert [one.masks is not None for one in alone] == asking
-    masks = [drawn_masks(one)[0] if one.masks is not None else None for one in alone]
+    assert [MASKS in one.columns for one in alone] == asking
+    masks = [drawn_masks(one)[0] if MASKS in one.columns else None for one in alone]
     rng = np.random.default_rng(2)
     for count in (60, 31, 7, 2, 2, 2):
         order = rng.permutation(60)[:count]
         drawn = draw(sampler, logits[torch.from_numpy(order)].clone(), rows_of(order))
         assert drawn.token_ids.tolist() == plain.token_ids[order].tolist()
-        if drawn.masks is None:
+        if MASKS not in drawn.columns:
             assert not any(asking[i] for i in order)
             continue
         for i, token, mask in zip(order.tolist(), drawn.token_ids.tolist(), drawn_masks(drawn), strict=True):
@@ -149,9 +150,8 @@ def test_a_mask_has_the_same_bits_in_any_batch_and_changes_no_token() -> None:
 
 
 def test_rows_that_are_taken_and_sent() -> None:
-    rows = SamplingMaskRows(
-        np.array([2, -1, 3, -2], np.int32), np.arange(5, dtype=np.int32), *np.arange(8, dtype=np.float32).reshape(2, 4)
-    )
+    counts, ids = np.array([2, -1, 3, -2], np.int32), np.arange(5, dtype=np.int32)
+    rows = mask_rows(counts, ids, *np.arange(8, dtype=np.float32).reshape(2, 4))
     assert masks_of(rows.take(np.array([True, True, False, True]))) == [
         (2, [0, 1], 0, 4),
         (-1, [], 1, 5),
@@ -160,5 +160,5 @@ def test_rows_that_are_taken_and_sent() -> None:
     assert masks_of(rows.take(np.array([False, False, True, False]))) == [(3, [2, 3, 4], 2, 6)]
     none = np.zeros(0, np.int32)
     decode = msgspec.msgpack.Decoder(StepResult, dec_hook=decode_hook).decode
-    again = decode(encode(StepResult(0, none, none, np.zeros(0, np.uint8), sampling_masks=rows)))
-    assert again.sampling_masks is not None and masks_of(again.sampling_masks) == masks_of(rows)
+    again = decode(encode(StepResult(0, none, none, np.zeros(0, np.uint8), {MASKS: rows})))
+    assert masks_of(again.columns[MASKS]) == masks_of(rows)

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.adapters import write_adapter
+from tests.runner.drive import MASKS
 from tests.runner.test_speculation import OPTIONS, drafts_for
 from tests.runner.test_with_engine import RealEngine
 from tests.tiny_models import tiny_config
@@ -127,9 +128,9 @@ class Server(RealEngine):
 
     def _emit(self, identity: bytes, message: FromEngine) -> None:
         if isinstance(message, StepOutput):
-            for request_id, _, _, _, masks in message.rows():
-                if masks is not None:
-                    self.masks.setdefault(request_id, []).append((masks.rows, masks.ids))
+            for request_id, _, columns, _ in message.rows():
+                if MASKS in columns:
+                    self.masks.setdefault(request_id, []).append((columns[MASKS].records, columns[MASKS].items))
         super()._emit(identity, message)
 
     def turn(self) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from tests.engine.drafters import OneByOne
 from tests.engine.harness import Clock, Engine
@@ -20,7 +19,6 @@ from tokserve.engine.core import EngineCore
 from tokserve.engine.request import Request
 from tokserve.executor.inline import InlineExecutor
 from tokserve.features.speculation.drafter import Drafter
-from tokserve.protocol.messages import DraftCounts
 from tokserve.runner import device
 
 VOCAB = 320
@@ -78,7 +76,7 @@ class RealEngine(Engine):
                 received.tokens,
                 received.logprobs,
                 received.prompt_logprobs,
-                received.finish and replace(received.finish, drafts=DraftCounts()),
+                received.finish,
             )
             for rid, received in self.received.items()
         }

@@ -22,12 +22,13 @@ from tokserve.client.announcement import RequestAnnouncement
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.engine_client import EngineClient
 from tokserve.client.inputs import GenerateRequest
-from tokserve.client.outputs import EngineReport, Logprobs
+from tokserve.client.outputs import Column, EngineReport
 from tokserve.client.request_state import RequestState
 from tokserve.client.stream import Stream
 from tokserve.config import Config
 from tokserve.engine.core import EngineCore
 from tokserve.protocol.commands import COMMANDS
+from tokserve.protocol.logprobs import logprob_column
 from tokserve.protocol.messages import (
     Abort,
     Call,
@@ -79,13 +80,13 @@ def logprobs(token: int, top: int, named: Sequence[int]) -> Row:
     return Row(-np.inf if token == NOWHERE else -0.125 * rank, rank, [*alternatives, *named], values)
 
 
-def columns(tokens: Sequence[int], top: int, named: Sequence[int] = ()) -> Logprobs:
+def columns(tokens: Sequence[int], top: int, named: Sequence[int] = ()) -> Column:
     """The same of several tokens, as the client gets them."""
     rows = [logprobs(token, top, named) for token in tokens]
-    parts = ("<f4", [row.logprob for row in rows]), ("<i4", [row.rank for row in rows])
-    tops = ("<i4", [row.top_ids for row in rows]), ("<f4", [row.top_logprobs for row in rows])
-    packed = [np.asarray(values, dtype=kind).tobytes() for kind, values in (*parts, *tops)]
-    return Logprobs(*packed, top + len(named), "raw")
+    values, ranks = np.array([row.logprob for row in rows], np.float32), np.array([row.rank for row in rows], np.int32)
+    shape = (len(rows), top + len(named))
+    ids = np.array([row.top_ids for row in rows], np.int32).reshape(shape)
+    return logprob_column(values, ranks, ids, np.array([row.top_logprobs for row in rows], np.float32).reshape(shape))
 
 
 def complete(method: str, args: dict[str, Any]) -> dict[str, Any]:

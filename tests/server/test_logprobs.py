@@ -1,16 +1,19 @@
 """Columns of logprobs: ranks, ties, names, and what JSON can say."""
 
+from typing import Any
+
 import numpy as np
 
-from tokserve.client.outputs import Logprobs
+from tokserve.client.outputs import Column
+from tokserve.protocol.logprobs import logprob_column
 from tokserve.server.replies import logprobs
 
 
-def columns(token_logprobs: list[float], ranks: list[int], ids: list[list[int]], values: list[list[float]]) -> Logprobs:
-    def pack(rows: object, kind: str) -> bytes:
-        return np.asarray(rows, dtype=kind).tobytes()
+def columns(token_logprobs: list[float], ranks: list[int], ids: list[list[int]], values: list[list[float]]) -> Column:
+    def array(rows: object, kind: str) -> Any:
+        return np.asarray(rows, dtype=kind)
 
-    return Logprobs(pack(token_logprobs, "<f4"), pack(ranks, "<i4"), pack(ids, "<i4"), pack(values, "<f4"), len(ids[0]))
+    return logprob_column(array(token_logprobs, "<f4"), array(ranks, "<i4"), array(ids, "<i4"), array(values, "<f4"))
 
 
 def tops(written: logprobs.LogprobObjects) -> list[tuple[int, float, int | None]]:
@@ -41,5 +44,5 @@ def test_numbers_are_the_float32_values_exactly() -> None:
 
 def test_packed_columns_are_untouched() -> None:
     row = columns([-np.inf], [1], [[9]], [[-np.inf]])
-    assert logprobs.packed(row).token_logprobs == row.token_logprobs
+    assert logprobs.packed(row).token_logprobs == np.float32(-np.inf).tobytes()
     assert logprobs.arrays(row).token_logprobs == [-9999.0]

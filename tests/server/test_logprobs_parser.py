@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 
 from tests.server.test_logprobs import columns
-from tokserve.client.outputs import Logprobs
+from tokserve.client.outputs import Column
 from tokserve.dialects.openai import logprobs_parser as read
+from tokserve.protocol.logprobs import Logprobs
 from tokserve.server.replies import logprobs
 
 
-def back(row: Logprobs, token_id: int, top: int, named: tuple[int, ...] = ()) -> tuple[list[int], list[float]]:
+def back(row: Column, token_id: int, top: int, named: tuple[int, ...] = ()) -> tuple[list[int], list[float]]:
     written = {
         "content": [
             {
@@ -24,8 +25,8 @@ def back(row: Logprobs, token_id: int, top: int, named: tuple[int, ...] = ()) ->
             for entry in logprobs.objects(row, [token_id], top).content
         ]
     }
-    actual = read.parse_output(written, [token_id], top, named, "logprobs")
-    return np.frombuffer(actual.top_ids, "<i4").tolist(), np.frombuffer(actual.top_logprobs, "<f4").tolist()
+    actual = Logprobs.of(read.parse_output(written, [token_id], top, named, "logprobs"))
+    return actual.top_ids[0].tolist(), actual.top_logprobs[0].tolist()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from tests.server.site import Caller, Site, parse_events, site
 from tests.waiting import PATIENCE
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.features.observe.observers import metrics_of
+from tokserve.protocol.columns import LOGPROBS, PROMPT_LOGPROBS
 from tokserve.protocol.params import SamplingParams
 from tokserve.server.replies import logprobs, reply_parts, sse
 from tokserve.server.replies.sse import StreamWriter, request_failure
@@ -190,7 +191,8 @@ def test_deltas_that_are_large_together_are_encoded_in_a_thread(monkeypatch: pyt
     body = BODY | {"sampling_params": {"max_tokens": 6, "seed": 3, "logprobs": 2, "n": 4}}
     at_once = joined(site().events(GENERATE, body))
     monkeypatch.setattr(logprobs, "objects", objects)
-    monkeypatch.setattr(sse, "LARGE", 3 * sse.columns_size(ChoiceOutput(0, [5], logprobs=columns([5], 2, ()))))
+    one = ChoiceOutput(0, [5], columns={LOGPROBS: columns([5], 2, ())})
+    monkeypatch.setattr(sse, "LARGE", 3 * sse.columns_size(one))
     assert joined(site().events(GENERATE, body)) == at_once
     assert any(name.startswith("tokserve-work") for name in threads)
 
@@ -629,7 +631,7 @@ def test_an_event_in_the_middle_reads_as_if_it_were_encoded_whole(
     render = generate._Render(site().app.state.serving, generation, requested, params, packed=False)
     render._first = False
     for index, new in enumerate(([7], [4, 450_000, 0], [])):
-        rows = None if logprobs is None or not new else columns(new, logprobs, [])
+        rows = {} if logprobs is None or not new else {LOGPROBS: columns(new, logprobs, [])}
         delta = ChoiceOutput(index, new, 'say "\\é\x01"' if mode == "text" else None, rows)
         assert render._plain_event(delta) == render._event(delta) == render.delta(delta)
 
@@ -642,7 +644,7 @@ def test_prompt_logprobs_wait_for_a_choice_that_has_read_the_prompt(read: bool) 
     render = generate._Render(site().app.state.serving, generation, requested, params, packed=False)
     never = ChoiceOutput(0, [], finish_reason="deadline", stop_detail="queue_timeout")
     assert "prompt_logprobs" not in json.loads(render.delta(never).removeprefix(b"data: "))
-    other = ChoiceOutput(1, [7], prompt_logprobs=columns([6], 0, [])) if read else never
+    other = ChoiceOutput(1, [7], values={PROMPT_LOGPROBS: columns([6], 0, [])}) if read else never
     generation.ended = not read
     scores = json.loads(render.delta(other).removeprefix(b"data: "))["prompt_logprobs"]
     assert scores == [None, {"6": {"logprob": -0.125, "rank": 1, "decoded_token": None}} if read else None]

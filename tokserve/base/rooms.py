@@ -27,6 +27,8 @@ ROOMS: dict[str, str] = {  # module of the room, by its name; routes of a later 
     "recurrent": "tokserve.families.recurrent.room",
     "profiler": "tokserve.features.profiler.room",
     "pooling": "tokserve.features.pooling.room",
+    "mixtures": "tokserve.families.mixtures.room",
+    "masks": "tokserve.features.masks.room",
     "openai": "tokserve.dialects.openai.room",
     "anthropic": "tokserve.dialects.anthropic.room",
     "trainers": "tokserve.dialects.trainers.room",
@@ -56,7 +58,7 @@ class Room:
     `address` and an asynchronous `close`, or None.
     `commands`: a tuple of `protocol.commands.AdminCommand`.
     `engine`, `runner`: a function that makes the room's feature of an engine or of a model runner, or None.
-    `columns`: a tuple of output values.
+    `columns`: a tuple of `protocol.columns.ColumnSpec` and `ValueSpec`.
     """
 
     options: str = ""

@@ -6,15 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
-from numpy.typing import NDArray
 
+from tokserve.protocol.columns import LOGPROBS, PROMPT_LOGPROBS, Column, join
 from tokserve.protocol.messages import (
     PREEMPTIONS,
     STEP_TOKENS,
     DraftCounts,
-    Logprobs,
     Ready,
-    SamplingMasks,
     Status,
     StepStats,
     StoreStats,
@@ -24,20 +22,19 @@ __all__ = [
     "PREEMPTIONS",
     "STEP_TOKENS",
     "ChoiceOutput",
+    "Column",
     "DraftCounts",
     "EngineReport",
-    "Logprobs",
     "Ready",
-    "SamplingMasks",
     "Status",
     "StepStats",
     "StoreStats",
-    "join_logprobs",
-    "join_masks",
+    "join_columns",
     "merge",
     "total",
 ]
 
+NO_DRAFTS = DraftCounts()
 TERMINATORS = ("eos", "stop_token")  # stop details whose last token is not part of the text
 
 
@@ -55,24 +52,20 @@ class EngineReport(msgspec.Struct, frozen=True):
 class ChoiceOutput(msgspec.Struct):
     """New output of one choice since the last delta; with `finish_reason`, its last.
 
-    `text` is None where none was asked for.  `prompt_logprobs` and `cached_tokens` come once, with the first
-    delta.  `stop_reason`: the token id, sequence or string that matched.  `stop_detail`: see `messages.Finish`, or
-    `stop_string`.  `weight_versions`: (version, start, end) of output positions, with the last delta; an empty span is
-    of weights that computed KV which later tokens depend on, and no token.  `prompt_weight_versions`: likewise of
-    prompt positions, by what computed their KV.  `times`, with the last delta: seconds from arrival to a slot, to the
-    first token and to the end (0.0 for what was not reached).  `pooled`: the vector of a pooling request, float32, with
-    the last delta, as are the counts of `drafts`.  `routed_experts`: uint8 or uint16 [n, layers, chosen] of all
-    positions but the last, with the last delta, if the server returns them.  `sampling_masks`: None where none were
-    requested or there are no tokens; `sampling_mask_truncated`, with the last delta: how many of the choice's tokens
-    had more ids than a mask may have.  `kv_transfer`: with the last delta, for the server that goes on with the
-    request.
+    `text` is None where none was asked for.  `columns`: of its tokens, by the names of their `ColumnSpec`s.
+    `cached_tokens` come once, with the first delta.  `stop_reason`: the token id, sequence or string that matched.
+    `stop_detail`: see `messages.Finish`, or `stop_string`.  `weight_versions`: (version, start, end) of output
+    positions, with the last delta; an empty span is of weights that computed KV which later tokens depend on, and no
+    token.  `prompt_weight_versions`: likewise of prompt positions, by what computed their KV.  `times`, with the last
+    delta: seconds from arrival to a slot, to the first token and to the end (0.0 for what was not reached).  `values`:
+    what a request has once, by the names of their `ValueSpec`s: the prompt's logprobs with the first delta, all others
+    with the last.  `counts`, with the last delta: sums over all of the choice's tokens, by the column's name.
     """
 
     index: int
     token_ids: list[int]
     text: str | None = None
-    logprobs: Logprobs | None = None
-    prompt_logprobs: Logprobs | None = None
+    columns: dict[str, Column] = {}
     cached_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | list[int] | None = None
@@ -80,34 +73,34 @@ class ChoiceOutput(msgspec.Struct):
     message: str | None = None
     weight_versions: list[tuple[str, int, int]] = []
     times: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    pooled: bytes = b""
-    routed_experts: NDArray[Any] | None = None
-    drafts: DraftCounts = DraftCounts()
-    sampling_masks: SamplingMasks | None = None
-    sampling_mask_truncated: int = 0
-    kv_transfer: dict[str, Any] | None = None
+    values: dict[str, Any] = {}
+    counts: dict[str, int] = {}
     prompt_weight_versions: list[tuple[str, int, int]] = []
 
+    @property
+    def logprobs(self) -> Column | None:
+        """The logprobs of its tokens; None where none were requested."""
+        return self.columns.get(LOGPROBS)
 
-def join_masks(parts: Sequence[SamplingMasks]) -> SamplingMasks | None:
-    """The rows of all parts in order."""
+    @property
+    def prompt_logprobs(self) -> Column | None:
+        """The logprobs of the prompt's tokens, with the first delta."""
+        scores: Column | None = self.values.get(PROMPT_LOGPROBS)
+        return scores
+
+    @property
+    def drafts(self) -> DraftCounts:
+        """The counts of its drafts, with the last delta."""
+        counts: DraftCounts = self.values.get("drafts", NO_DRAFTS)
+        return counts
+
+
+def join_columns(parts: Sequence[dict[str, Column]]) -> dict[str, Column]:
+    """The rows of all parts in order, by name.  A part without tokens may lack names."""
     if len(parts) < 2:
-        return parts[0] if parts else None
-    return SamplingMasks(b"".join(part.rows for part in parts), b"".join(part.ids for part in parts))
-
-
-def join_logprobs(parts: Sequence[Logprobs]) -> Logprobs | None:
-    """The rows of all parts in order."""
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    return Logprobs(
-        b"".join(part.token_logprobs for part in parts),
-        b"".join(part.ranks for part in parts),
-        b"".join(part.top_ids for part in parts),
-        b"".join(part.top_logprobs for part in parts),
-        parts[0].width,
-        parts[0].mode,
-    )
+        return parts[0] if parts else {}
+    names = {name: None for part in parts for name in part}
+    return {name: join([part[name] for part in parts if name in part]) for name in names}
 
 
 def merge(deltas: Iterable[ChoiceOutput]) -> list[ChoiceOutput]:
@@ -127,8 +120,7 @@ def _merge_one(parts: list[ChoiceOutput]) -> ChoiceOutput:
         index=last.index,
         token_ids=[token for part in parts for token in part.token_ids],
         text="".join(texts) if last.text is not None else None,
-        logprobs=join_logprobs([part.logprobs for part in parts if part.logprobs is not None]),
-        prompt_logprobs=next((part.prompt_logprobs for part in parts if part.prompt_logprobs is not None), None),
+        columns=join_columns([part.columns for part in parts if part.columns]),
         cached_tokens=max(part.cached_tokens for part in parts),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
@@ -136,12 +128,8 @@ def _merge_one(parts: list[ChoiceOutput]) -> ChoiceOutput:
         message=last.message,
         weight_versions=last.weight_versions,
         times=last.times,
-        pooled=last.pooled,
-        routed_experts=last.routed_experts,
-        drafts=last.drafts,
-        sampling_masks=join_masks([part.sampling_masks for part in parts if part.sampling_masks is not None]),
-        sampling_mask_truncated=last.sampling_mask_truncated,
-        kv_transfer=last.kv_transfer,
+        values={name: value for part in parts for name, value in part.values.items()},
+        counts=last.counts,
         prompt_weight_versions=last.prompt_weight_versions,
     )
 

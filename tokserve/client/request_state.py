@@ -17,19 +17,14 @@ from typing import Any
 import msgspec
 
 from tokserve.base.errors import RequestError
-from tokserve.client.outputs import TERMINATORS, ChoiceOutput, join_logprobs, join_masks
-from tokserve.protocol.messages import (
-    EngineRequest,
-    Finish,
-    Logprobs,
-    RareFields,
-    RoutedExperts,
-    SamplingMasks,
-)
-from tokserve.protocol.params import MASK_TOO_LONG
+from tokserve.client.outputs import TERMINATORS, ChoiceOutput, join_columns
+from tokserve.protocol.column_table import column_specs, value_specs
+from tokserve.protocol.columns import PROMPT_LOGPROBS, Column
+from tokserve.protocol.messages import EngineRequest, Finish, RareFields
 from tokserve.protocol.prompt import TokenPrompt
 from tokserve.text.detokenizer import Detokenizer, StopHit
 
+COUNTERS = {name: spec.count for name, spec in column_specs().items() if spec.count is not None}
 CHOICE_WORK = 64  # of a choice's output, in tokens of a prompt: its length is not known
 
 
@@ -48,21 +43,17 @@ class ChoiceState:
 
     __slots__ = (
         "_cached_tokens",
+        "_columns",
+        "_counts",
         "_detokenizer",
         "_finish",
-        "_kv_transfer",
-        "_logprobs",
-        "_masks",
-        "_masks_too_long",
         "_num_tokens",
-        "_pooled",
-        "_prompt_logprobs",
         "_prompt_weight_versions",
-        "_routed_experts",
         "_rules",
         "_stop_hit",
         "_texts",
         "_token_ids",
+        "_values",
         "_weight_versions",
         "awaits_scores",
         "finished",
@@ -93,18 +84,14 @@ class ChoiceState:
         self._detokenizer = detokenizer
         self._stop_hit: StopHit | None = None
         self._finish: Finish | None = None
-        self._kv_transfer: dict[str, Any] | None = None
         self._weight_versions: list[tuple[str, int, int]] = []
         self._prompt_weight_versions: list[tuple[str, int, int]] = []
-        self._pooled = b""
-        self._routed_experts: RoutedExperts | None = None
         self._num_tokens = 0
         self._token_ids: list[int] = []  # this and below: accepted, not yet taken
         self._texts: list[str] = []
-        self._logprobs: list[Logprobs] = []
-        self._masks: list[SamplingMasks] = []
-        self._masks_too_long = 0  # of all tokens so far
-        self._prompt_logprobs: Logprobs | None = None
+        self._columns: list[dict[str, Column]] = []
+        self._values: dict[str, Any] = {}
+        self._counts: dict[str, int] = {}  # of all tokens so far
         self._cached_tokens = 0
 
     @property
@@ -114,44 +101,33 @@ class ChoiceState:
         assert request is not None
         return request
 
-    def accept(
-        self,
-        token_ids: list[int],
-        logprobs: Logprobs | None,
-        rare: RareFields | None,
-        masks: SamplingMasks | None = None,
-    ) -> bool:
+    def accept(self, token_ids: list[int], columns: dict[str, Column], rare: RareFields | None) -> bool:
         """Accept a row of a step.  True: a stop string ended the choice, and the engine must end it.  The choice is
         finished only by the engine's last output of the request, which brings times and weight versions."""
         finish = rare.finish if rare is not None else None
         stopped = False
         if self._detokenizer is not None:
             if self._stop_hit is None:
-                stopped = self._accept_text(self._detokenizer, token_ids, logprobs, masks, finish) and finish is None
+                stopped = self._accept_text(self._detokenizer, token_ids, columns, finish) and finish is None
         else:
-            self._accept_tokens(token_ids, logprobs, masks)
+            self._accept_tokens(token_ids, columns)
         if rare is not None:
             self._accept_rare(rare)
         return stopped
 
-    def _accept_tokens(self, token_ids: list[int], logprobs: Logprobs | None, masks: SamplingMasks | None) -> None:
+    def _accept_tokens(self, token_ids: list[int], columns: dict[str, Column]) -> None:
         self._token_ids += token_ids
         self._num_tokens += len(token_ids)
-        if logprobs is not None:
-            self._logprobs.append(logprobs)
-        if masks is not None:
-            self._masks.append(masks)
-            self._masks_too_long += masks.counts.tolist().count(MASK_TOO_LONG)
+        if columns:
+            self._columns.append(columns)
+            for name, count in COUNTERS.items():
+                if name in columns:
+                    self._counts[name] = self._counts.get(name, 0) + count(columns[name])
 
     def _accept_text(
-        self,
-        detokenizer: Detokenizer,
-        token_ids: list[int],
-        logprobs: Logprobs | None,
-        masks: SamplingMasks | None,
-        finish: Finish | None,
+        self, detokenizer: Detokenizer, token_ids: list[int], columns: dict[str, Column], finish: Finish | None
     ) -> bool:
-        """Accept tokens with their logprobs and masks, and text, up to a stop string; True if there is one."""
+        """Accept tokens with their columns, and text, up to a stop string; True if there is one."""
         is_terminated = finish is not None and finish.detail in TERMINATORS and not self._rules.keep_stop
         text, hit = detokenizer.push(token_ids[:-1] if is_terminated else token_ids, finish is not None)
         if text:
@@ -160,21 +136,17 @@ class ChoiceState:
             count = hit.index + 1 - self._num_tokens
             self._stop_hit = hit
             token_ids = token_ids[:count]
-            logprobs = logprobs.cut(count) if logprobs else None
-            masks = masks.cut(count) if masks else None
-        self._accept_tokens(token_ids, logprobs, masks)
+            columns = {name: column.part(0, count) for name, column in columns.items()}
+        self._accept_tokens(token_ids, columns)
         return hit is not None
 
     def _accept_rare(self, rare: RareFields) -> None:
-        if rare.prompt_logprobs is not None:
-            self._prompt_logprobs = rare.prompt_logprobs
-            self.scored = True
+        if rare.values:
+            num_tokens, specs = self.request.prompt_len + self._num_tokens, value_specs()
+            self._values |= {name: specs[name].read(value, num_tokens) for name, value in rare.values.items()}
+            self.scored = self.scored or PROMPT_LOGPROBS in rare.values
         if rare.cached_tokens:
             self._cached_tokens = rare.cached_tokens
-        if rare.pooled:
-            self._pooled = rare.pooled
-        self._routed_experts = rare.routed_experts
-        self._kv_transfer = rare.kv_transfer
         if rare.finish is not None:
             self._finish = rare.finish
             self._weight_versions = rare.weight_versions
@@ -190,27 +162,26 @@ class ChoiceState:
         """Give the prompt's logprobs to the choices that await them; returns those of them that have outputs."""
         for other in others:
             other.awaits_scores = False
-            other._prompt_logprobs = self._prompt_logprobs
+            if PROMPT_LOGPROBS in self._values:
+                other._values[PROMPT_LOGPROBS] = self._values[PROMPT_LOGPROBS]
         return [other for other in others if other.finished or other._num_tokens]
 
     def take(self) -> ChoiceOutput:
         """Everything since the last call, as one delta."""
-        logprobs = self._logprobs
+        columns = self._columns
         delta = ChoiceOutput(
             self.index,
             self._token_ids,
             "".join(self._texts) if self._rules.text else None,
-            join_logprobs(logprobs) if logprobs else None,
-            self._prompt_logprobs,
+            join_columns(columns) if columns else {},
             self._cached_tokens,
-            sampling_masks=join_masks(self._masks) if self._masks else None,
         )
         self._token_ids = []
         self._texts = []
-        self._logprobs = []
-        self._masks = []
-        self._prompt_logprobs = None
+        self._columns = []
         self._cached_tokens = 0
+        if self._values:
+            delta.values, self._values = self._values, {}
         if self._finish is not None:
             self._describe_end(delta, self._finish)
         return delta
@@ -219,12 +190,7 @@ class ChoiceState:
         delta.finish_reason, delta.stop_detail, delta.message = finish.reason, finish.detail, finish.message
         delta.stop_reason = finish.stop
         delta.times = finish.queued, finish.first_token, finish.total
-        delta.pooled = self._pooled
-        if self._routed_experts is not None:
-            delta.routed_experts = self._routed_experts.array(self.request.prompt_len + self._num_tokens - 1)
-        delta.drafts = finish.drafts
-        delta.kv_transfer = self._kv_transfer
-        delta.sampling_mask_truncated = self._masks_too_long
+        delta.counts = self._counts
         count = self._num_tokens
         delta.weight_versions = [
             (version, start, min(end, count)) for version, start, end in self._weight_versions if start < max(count, 1)

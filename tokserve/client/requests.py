@@ -85,7 +85,7 @@ class Requests:
     def receive(self, output: StepOutput) -> list[str]:
         """Receive a step's output; returns the engine requests ended by a stop string, for the engine to abort."""
         stopped = []
-        for request_id, token_ids, logprobs, rare, masks in output.rows():
+        for request_id, token_ids, columns, rare in output.rows():
             if self._abandoned and request_id in self._abandoned:
                 # the id may be in use again: this row is not for the new request
                 if rare is not None and rare.finish is not None:
@@ -94,7 +94,7 @@ class Requests:
             choice = self._choices.get(request_id)
             if choice is None:
                 continue
-            if choice.accept(token_ids, logprobs, rare, masks):
+            if choice.accept(token_ids, columns, rare):
                 stopped.append(request_id)
             request = choice.request
             if choice.finished:

@@ -13,11 +13,13 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from tokserve.client.outputs import ChoiceOutput, Logprobs, SamplingMasks, merge
+from tokserve.client.outputs import ChoiceOutput, Column, merge
 from tokserve.client.sampling_params import OutputRules, RequestOutputKind
 from tokserve.client.stream import Stream
 from tokserve.features.images.parts import Placeholder
 from tokserve.features.lora.lora_requests import LoRARequest
+from tokserve.protocol.column_table import output_specs
+from tokserve.protocol.logprobs import Logprobs
 from tokserve.protocol.params import SamplingParams
 from tokserve.text.token_texts import LOOKBACK, TokenTexts
 from tokserve.text.tokenizer import Tokenizer
@@ -46,19 +48,17 @@ class LogprobTable:
     def __init__(
         self,
         token_ids: Sequence[int],
-        packed: Logprobs,
+        packed: Column,
         named: int = 0,
         texts: TokenTexts | None = None,
         before: Sequence[int] = (),
     ) -> None:
-        rows = len(packed.token_logprobs) // 4
+        arrays = Logprobs.of(packed)
         self.token_ids = list(token_ids)
-        self.mode = packed.mode
-        self.token_logprobs: NDArray[np.float32] = np.frombuffer(packed.token_logprobs, "<f4")
-        self.ranks: NDArray[np.int32] = np.frombuffer(packed.ranks, "<i4")
-        self.top_ids: NDArray[np.int32] = np.frombuffer(packed.top_ids, "<i4").reshape(rows, packed.width)
-        self.top_logprobs: NDArray[np.float32] = np.frombuffer(packed.top_logprobs, "<f4").reshape(rows, packed.width)
-        self._ranked = packed.width - named
+        self.mode = arrays.mode
+        self.token_logprobs, self.ranks = arrays.token_logprobs, arrays.ranks
+        self.top_ids, self.top_logprobs = arrays.top_ids, arrays.top_logprobs
+        self._ranked = arrays.width - named
         self._texts = texts
         self._before = list(before[-LOOKBACK:])
 
@@ -108,8 +108,8 @@ class PromptLogprobs(LogprobTable, Sequence[dict[int, Logprob] | None]):
     The arrays have no rows for these: row j is of token `start` + j.
     """
 
-    def __init__(self, prompt_ids: Sequence[int], packed: Logprobs, texts: TokenTexts | None = None) -> None:
-        self.start = len(prompt_ids) - len(packed.token_logprobs) // 4
+    def __init__(self, prompt_ids: Sequence[int], packed: Column, texts: TokenTexts | None = None) -> None:
+        self.start = len(prompt_ids) - packed.num_rows
         super().__init__(prompt_ids[self.start :], packed, texts=texts, before=prompt_ids[: self.start])
 
     def __len__(self) -> int:
@@ -138,6 +138,8 @@ class CompletionOutput:
     vocabulary, or more ids than `max_sampling_mask`, of which there are `sampling_mask_truncated`),
     `sampling_logprobs`, its logprob among them, and `kept_logprob`, that of all of them in the model's distribution at
     the temperature.
+
+    `others`: by name, what a column or value brings that has no attribute here.
     """
 
     index: int
@@ -156,17 +158,7 @@ class CompletionOutput:
     kept_logprob: NDArray[np.float32] | None = None
     sampling_mask_truncated: int = 0
     prompt_weight_versions: list[tuple[str, int, int]] = field(default_factory=list)
-
-    def set_masks(self, masks: SamplingMasks) -> None:
-        """Fill in what its tokens were drawn from."""
-        counts = masks.counts
-        ends = np.maximum(counts, 0).cumsum().tolist()
-        ids = np.frombuffer(masks.ids, "<i4")
-        self.sampling_mask = [
-            None if count < 0 else ids[end - count : end] for count, end in zip(counts.tolist(), ends, strict=True)
-        ]
-        self.sampling_logprobs = masks.logprobs.copy()
-        self.kept_logprob = masks.kept_logprobs.copy()
+    others: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -313,12 +305,15 @@ def _choice(
         stop_detail=c.stop_detail,
         message=c.message,
         weight_versions=c.weight_versions,
-        routed_experts=c.routed_experts,
         prompt_weight_versions=c.prompt_weight_versions,
-        sampling_mask_truncated=c.sampling_mask_truncated,
     )
-    if c.sampling_masks is not None:
-        output.set_masks(c.sampling_masks)
+    for spec in output_specs():
+        if spec.result is not None:
+            for attribute, value in spec.result(c).items():
+                if hasattr(output, attribute):
+                    setattr(output, attribute, value)
+                else:
+                    output.others[attribute] = value
     return output
 
 

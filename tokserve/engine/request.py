@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +19,14 @@ import numpy as np
 
 from tokserve.base.errors import RequestError
 from tokserve.engine.kv_cache.block_table import BlockTable
-from tokserve.engine.output.columns import PackedMasks, PackedRows, StepColumns
+from tokserve.engine.output.columns import StepColumns, StepRows
 from tokserve.engine.output.output_buffer import Limits, OutputBuffer
 from tokserve.engine.stopping import StopChecker
 from tokserve.engine.variant import Variant
 from tokserve.protocol.images import KIND
 from tokserve.protocol.messages import EngineRequest, Finish
 from tokserve.protocol.params import PoolingParams, SamplingParams
-from tokserve.protocol.plan import NO_LEGAL_TOKEN, NOT_FINITE, Float32, NewRow
+from tokserve.protocol.plan import NO_LEGAL_TOKEN, NOT_FINITE, NewRow
 from tokserve.protocol.prompt import Feature, check_features
 
 RESTRICTIONS = {  # of `SamplingParams`: the fields that exclude tokens, as an error names them
@@ -77,7 +77,6 @@ class Request:
         "history",
         "is_decoding",
         "joint",
-        "kv_transfer_reply",
         "last_step",
         "limit",
         "listeners",
@@ -141,7 +140,6 @@ class Request:
         self.gates: tuple[Callable[[], bool], ...] = ()  # of features: nothing of it is computed unless all say True
         self.listeners: tuple[Callable[[int], object], ...] = ()  # of features: told of every new token
         self.finish: Finish | None = None
-        self.kv_transfer_reply: dict[str, Any] | None = None  # for the server that goes on with it
 
     @property
     def is_first_choice(self) -> bool:
@@ -226,6 +224,7 @@ class Request:
             seed=self.seed,
             stop_ids=self.stop_ids,
             features=self.features,
+            columns=self.output.columns,
             **fields,
         )
 
@@ -239,20 +238,13 @@ class Request:
             self.output.set_version(version, self.table.variant, self.num_output, self.num_settled)
         self.num_settled += count
 
-    def append(
-        self,
-        tokens: Sequence[int],
-        rows: PackedRows | None,
-        first_row: int,
-        now: float,
-        masks: PackedMasks | None = None,
-    ) -> int:
-        """New tokens, whose logprobs and sampling masks are rows `first_row` ... of `rows` and `masks`; returns how
-        many are kept.  Sets `finish` at a stop, and drops the tokens after it."""
+    def append(self, tokens: Sequence[int], columns: Mapping[str, StepRows], first_row: int, now: float) -> int:
+        """New tokens, which are rows `first_row` ... of the step's columns; returns how many are kept.  Sets `finish`
+        at a stop, and drops the tokens after it."""
         assert self.stopping is not None
         if self.history.first_token is None:
             self.history.first_token = now
-        known, stopping, output = self.tokens, self.stopping, self.output
+        known, stopping = self.tokens, self.stopping
         kept = 0
         for token in tokens:
             known.append(token)
@@ -265,10 +257,8 @@ class Request:
                 if stop is not None:
                     self.end(stop.reason, stop.detail, now, stop=stop.stop)
                     break
-        if rows is not None:
-            output.add_logprobs(rows, first_row, kept)
-        if masks is not None:
-            output.add_sampling_masks(masks, first_row, kept)
+        if columns:
+            self.output.add_rows(columns, first_row, kept)
         return kept
 
     def roll_back(self, rejected: int) -> None:
@@ -276,12 +266,12 @@ class Request:
         self.num_computed -= rejected
         self.num_settled -= rejected
 
-    def on_prompt_computed(self, vector: Float32 | None, now: float) -> None:
-        """The prompt of a request that has no output is computed; `vector`: of one that pools."""
-        if vector is not None:
-            self.output.set_pooled(vector)
+    def on_prompt_computed(self, now: float) -> None:
+        """The prompt of a request that has no output is computed, and with it the vector of one that pools."""
+        rows = self.output.prompt_rows
+        if isinstance(self.task, PoolingParams):
             self.end("stop", "pooled", now)
-        elif not self.output.scores_are_finite:
+        elif rows is not None and not rows.is_finite:
             self.on_status(NOT_FINITE, now)
         else:
             self.history.first_token = now  # the time that the prompt took
@@ -313,12 +303,16 @@ class Request:
     def restart_prompt(self) -> bool:
         """Other weights serve: drop what is known of its prompt's logprobs, unless it has output already; whether its
         prompt is computed for those, or for a vector."""
-        return not self.num_output and (self.output.restart_prompt_rows() or isinstance(self.task, PoolingParams))
+        if self.num_output:
+            return False
+        if self.output.prompt_rows is not None:
+            self.output.prompt_rows.restart()
+            return True
+        return isinstance(self.task, PoolingParams)
 
     def emit(self, columns: StepColumns) -> None:
         """Add what is new since the last call to a step's columns."""
-        cached = self.history.cached_tokens or 0
-        self.output.emit(columns, self.request_id, self.tokens, self.finish, cached, self.kv_transfer_reply)
+        self.output.emit(columns, self.request_id, self.tokens, self.finish, self.history.cached_tokens or 0)
 
 
 def _joint(features: Sequence[Feature], limits: Limits, prompt_len: int) -> tuple[tuple[int, int], ...]:

@@ -16,7 +16,7 @@ from typing import Any
 from tokserve.config import SchedulerConfig
 from tokserve.engine.counters import Counters
 from tokserve.engine.kv_cache.prefix_cache import PrefixCache
-from tokserve.engine.output.columns import PackedMasks, PackedRows
+from tokserve.engine.output.columns import StepRows
 from tokserve.engine.pace import StepPace
 from tokserve.engine.plan_builder import InFlightStep, PlanBuilder
 from tokserve.engine.request import Request, State
@@ -30,9 +30,8 @@ def take_rows(
 ) -> Iterator[tuple[Request, int]]:
     """Each request of the step, once it has what the result brings it, and the number of tokens that were sampled for
     it; a request that had ended before gets nothing."""
-    token_ids, prompt_logprobs = result.token_ids.tolist(), result.prompt_logprobs
-    logprobs = None if result.logprobs is None else PackedRows(result.logprobs)
-    masks = None if result.sampling_masks is None else PackedMasks(result.sampling_masks)
+    token_ids, values = result.token_ids.tolist(), result.values
+    step_columns = {name: StepRows(rows) for name, rows in result.columns.items()}
     last = 0  # of the rows' tokens so far
     block_size, version, num_output = cache.block_size, step.weight_version, 0
     columns = zip(step.rows, result.counts.tolist(), result.status.tolist(), strict=True)
@@ -41,22 +40,22 @@ def take_rows(
         request.steps_in_flight -= 1
         first, last = last, last + count
         if request.state is not State.ENDED:  # else it is surplus: its end was found after this plan was made
-            if prompt_logprobs and index in prompt_logprobs:
-                request.output.add_prompt_rows(request.num_settled, prompt_logprobs[index])
+            for name, by_row in values.items():
+                if index in by_row:
+                    start = request.num_settled
+                    request.output.collect(name, start, start + row.num_tokens, by_row[index])
             request.num_in_flight -= row.num_logits
             rejected = row.num_logits - count  # drafts, or the position whose token was withheld
             request.on_computed(version, row.num_tokens, rejected)
-            if index in result.routed_experts:
-                request.output.add_routed_experts(request.num_settled, result.routed_experts[index])
             if rejected:
                 request.roll_back(rejected)
             if status != OK:
                 counters.nan_requests += status == NOT_FINITE
                 request.on_status(status, now)
             elif count:
-                num_output += request.append(token_ids[first:last], logprobs, first, now, masks)
+                num_output += request.append(token_ids[first:last], step_columns, first, now)
             elif request.prompt_only and request.num_settled == request.prompt_len:
-                request.on_prompt_computed(result.pooled.get(index), now)
+                request.on_prompt_computed(now)
             if request.num_settled >= (request.table.num_full + 1) * block_size:
                 settled = min(request.num_settled, len(request.tokens))  # a stop may have dropped accepted drafts
                 cache.cache_full_blocks(request.table, request.tokens, settled)

@@ -12,13 +12,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
+from tokserve.protocol.columns import Column, RowColumn
 from tokserve.protocol.params import PoolingParams, RequestOptions, SamplingParams
 from tokserve.protocol.prompt import TokenPrompt, unpack_ids
 
-MASK_ROW = 12  # bytes of a token in `SamplingMasks.rows`
 STEP_TOKENS = (1, 8, *(16 << i for i in range(11)))  # upper bounds of the buckets of `tokens_by_step`, up to 16384
 PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)  # likewise, of `preemptions_by_request`
 AGES = 5  # 0, 1, 2, 3, and 4 or more changes of the weights
@@ -97,38 +95,6 @@ class Call(msgspec.Struct, frozen=True, array_like=True, tag=2):
     args: dict[str, Any] = {}
 
 
-class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Logprobs of n tokens in columns.
-
-    `token_logprobs` float32[n] and `ranks` int32[n] (1 = most probable) of the tokens themselves;
-    `top_ids` int32[n, width] and `top_logprobs` float32[n, width]: the most probable tokens in
-    descending order, then the ids asked for by name.
-    """
-
-    token_logprobs: bytes = b""
-    ranks: bytes = b""
-    top_ids: bytes = b""
-    top_logprobs: bytes = b""
-    width: int = 0
-    mode: str = "raw"
-
-    def cut(self, count: int) -> Logprobs:
-        """The first `count` rows."""
-        return self.part(0, count)
-
-    def part(self, start: int, end: int) -> Logprobs:
-        """The rows from `start` to before `end`."""
-        rows, tops = slice(4 * start, 4 * end), slice(4 * start * self.width, 4 * end * self.width)
-        return Logprobs(
-            self.token_logprobs[rows],
-            self.ranks[rows],
-            self.top_ids[tops],
-            self.top_logprobs[tops],
-            self.width,
-            self.mode,
-        )
-
-
 class DraftCounts(NamedTuple):
     """Counts of one request: steps that had drafts, drafts, and accepted ones; and `predicted`, the output tokens that
     its prediction foresaw, which does not depend on what was drafted.
@@ -145,33 +111,6 @@ class DraftCounts(NamedTuple):
     per_step: bytes = b""
 
 
-class SamplingMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What n tokens were drawn from, as in `plan.SamplingMaskRows`.  `rows`: for each token its count of ids (int32),
-    then its logprob and kept logprob (float32), together 12 bytes. `ids`: int32, of all tokens one after the other."""
-
-    rows: bytes = b""
-    ids: bytes = b""
-
-    @property
-    def counts(self) -> NDArray[np.int32]:  # [n]
-        """How many ids each token has; negative: `params.WHOLE_VOCABULARY` or `MASK_TOO_LONG`."""
-        return np.frombuffer(self.rows, "<i4")[::3]
-
-    @property
-    def logprobs(self) -> NDArray[np.float32]:  # [n]
-        """The logprob of each token among its ids."""
-        return np.frombuffer(self.rows, "<f4")[1::3]
-
-    @property
-    def kept_logprobs(self) -> NDArray[np.float32]:  # [n]
-        """The logprob of all ids of each token together, in the model's distribution at the temperature."""
-        return np.frombuffer(self.rows, "<f4")[2::3]
-
-    def cut(self, count: int) -> SamplingMasks:
-        num_ids = int(np.maximum(self.counts[:count], 0).sum())
-        return SamplingMasks(self.rows[: MASK_ROW * count], self.ids[: 4 * num_ids])
-
-
 class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Why a request ended.
 
@@ -180,7 +119,7 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
     abort_quarantine | deadline | queue_timeout | shutdown | nan | forbidden |
     grammar_limit | error.  `stop`: the token id or sequence
     that matched.  Times are seconds since arrival: admitted to a slot, first token, end (0.0 where it never came to
-    that).  `drafts`: of the whole request.
+    that).
     """
 
     reason: str
@@ -190,95 +129,29 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
     queued: float = 0.0
     first_token: float = 0.0
     total: float = 0.0
-    drafts: DraftCounts = DraftCounts()
-
-
-class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Logprobs of rows of a step that have the same width and mode: `columns` holds their new tokens one after
-    the other.  `rows`: int32 indexes, ascending; empty: all rows of the step.
-    """
-
-    columns: Logprobs
-    rows: bytes = b""
-
-    def scatter(self, counts: list[int], to: list[Logprobs | None]) -> None:
-        """Write each row's logprobs to its index of `to`; `counts`: tokens of every row of the step."""
-        token_logprobs, ranks, top_ids, top_logprobs, width, mode = msgspec.structs.astuple(self.columns)
-        end = 0
-        for row in unpack_ids(self.rows) if self.rows else range(len(counts)):
-            start, end = end, end + 4 * counts[row]
-            if width:
-                wide = slice(start * width, end * width)
-                to[row] = Logprobs(
-                    token_logprobs[start:end], ranks[start:end], top_ids[wide], top_logprobs[wide], width, mode
-                )
-            else:
-                to[row] = Logprobs(token_logprobs[start:end], ranks[start:end], b"", b"", 0, mode)
-
-
-class RoutedExperts(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The experts chosen for positions `start`, start + 1, ... of prompt and output.  `ids`: [n, layers, chosen] of
-    `item` bytes each, little-endian; zeros in layers without experts."""
-
-    ids: bytes
-    start: int
-    layers: int
-    chosen: int
-    item: int
-
-    def array(self, end: int) -> NDArray[Any]:
-        """The ids of positions before `end`."""
-        ids = np.frombuffer(self.ids, f"<u{self.item}").reshape(-1, self.layers, self.chosen)
-        return ids[: max(0, end - self.start)]
-
-
-class RowSamplingMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Sampling masks of rows of a step: `columns` holds their new tokens one after the other.  `rows`: int32 indexes,
-    ascending; empty: all rows of the step.
-    """
-
-    columns: SamplingMasks
-    rows: bytes = b""
-
-    def scatter(self, counts: list[int], to: list[SamplingMasks | None]) -> None:
-        """Write each row's masks to its index of `to`; `counts`: tokens of every row of the step."""
-        rows, ids = self.columns.rows, self.columns.ids
-        numbers = self.columns.counts.tolist()
-        end = ids_end = 0
-        for row in unpack_ids(self.rows) if self.rows else range(len(counts)):
-            start, end = end, end + counts[row]
-            ids_start = ids_end
-            for number in numbers[start:end]:
-                if number > 0:
-                    ids_end += number
-            to[row] = SamplingMasks(rows[MASK_ROW * start : MASK_ROW * end], ids[4 * ids_start : 4 * ids_end])
 
 
 class RareFields(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What few rows of a step have.
 
-    With a request's first output: `prompt_logprobs` (rows for prompt tokens start, start + 1, ...; the very first token
-    of a prompt has none) and `cached_tokens`, its prompt tokens found in the cache.  With its last: `finish`,
-    `weight_versions`, (weight version, start, end) of output positions, the version with the adapter's label (an empty
-    span is of weights that computed KV on which later tokens depend, and no token), and `prompt_weight_versions`,
-    likewise of prompt positions, by what computed their KV.  `pooled`: float32, the vector of a pooling request.
-    `routed_experts`: if the server returns them.  `kv_transfer`: what another server needs to go on with the request,
-    in vLLM's words.
+    With a request's first output: `cached_tokens`, its prompt tokens found in the cache, and the value
+    "prompt_logprobs" (rows for prompt tokens start, start + 1, ...; the very first token of a prompt has none).  With
+    its last: `finish`, `weight_versions`, (weight version, start, end) of output positions, the version with the
+    adapter's label (an empty span is of weights that computed KV on which later tokens depend, and no token),
+    `prompt_weight_versions`, likewise of prompt positions, by what computed their KV, and all other `values`, by the
+    names of their `ValueSpec`s.
     """
 
     row: int
     finish: Finish | None = None
-    prompt_logprobs: Logprobs | None = None
     cached_tokens: int = 0
     weight_versions: list[tuple[str, int, int]] = []
-    pooled: bytes = b""
-    routed_experts: RoutedExperts | None = None
-    kv_transfer: dict[str, Any] | None = None
+    values: dict[str, Any] = {}
     prompt_weight_versions: list[tuple[str, int, int]] = []
 
 
-# request id, new tokens, and the rest
-OutputRow = tuple[str, list[int], Logprobs | None, RareFields | None, SamplingMasks | None]
+# request id, new tokens, their columns by name, and the rest
+OutputRow = tuple[str, list[int], dict[str, Column], RareFields | None]
 
 
 class StoreStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -364,38 +237,34 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
     """All new output of one step for one front end, in columns: row i belongs to the request `request_ids[i]`.
 
     `token_ids`: the rows' new tokens one after the other; `counts`: int32, how many each row has, empty if
-    every row has one.  A row is in at most one of `logprobs`, and has at most one of `rare`, which are in order.
-    `sampling_masks`: None if no row has any.
+    every row has one.  A row is in at most one of the `columns` of a name, and has at most one of `rare`, which are in
+    order.
     """
 
     stats: StepStats
     request_ids: list[str] = []
     token_ids: bytes = b""
     counts: bytes = b""
-    logprobs: list[RowLogprobs] = []
+    columns: list[RowColumn] = []
     rare: list[RareFields] = []
-    sampling_masks: RowSamplingMasks | None = None
 
     def rows(self) -> Iterator[OutputRow]:
         ids = unpack_ids(self.token_ids)
-        if not (self.counts or self.logprobs or self.rare or self.sampling_masks):
+        if not (self.counts or self.columns or self.rare):
             for request_id, token in zip(self.request_ids, ids, strict=True):
-                yield request_id, [token], None, None, None
+                yield request_id, [token], {}, None
             return
         counts = unpack_ids(self.counts) if self.counts else [1] * len(self.request_ids)
-        logprobs: list[Logprobs | None] = [None] * len(counts)
-        for part in self.logprobs:
-            part.scatter(counts, logprobs)
+        columns: list[dict[str, Column]] = [{}] * len(counts)
+        for column in self.columns:
+            column.scatter(counts, columns)
         rare: list[RareFields | None] = [None] * len(counts)
         for fields in self.rare:
             rare[fields.row] = fields
-        masks: list[SamplingMasks | None] = [None] * len(counts)
-        if self.sampling_masks is not None:
-            self.sampling_masks.scatter(counts, masks)
         end = 0
         for index, request_id in enumerate(self.request_ids):
             start, end = end, end + counts[index]
-            yield request_id, ids[start:end], logprobs[index], rare[index], masks[index]
+            yield request_id, ids[start:end], columns[index], rare[index]
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tokserve.protocol.columns import ColumnRows
 from tokserve.protocol.images import ImageFormat
 from tokserve.protocol.kv_spec import KVLayout
 from tokserve.protocol.params import PoolingParams, SamplingParams
@@ -49,7 +50,8 @@ class NewRow(msgspec.Struct, frozen=True):
     `tokens`: int32[n], the prompt and the output so far; `prompt_len` tells them apart, for penalties.  `stop_ids`: ids
     that `min_tokens` keeps from being sampled (EOS, ignored or not, and stop_token_ids).  `adapter`: the slot of its
     adapter, -1 for none.  `snapshot`, `num_state`: the recurrent state that it begins with, -1 for none, and the
-    position of that, which may be one more than it has computed.  `second`: as in `TokenPrompt`.
+    position of that, which may be one more than it has computed.  `second`: as in `TokenPrompt`.  `columns`: names of
+    the columns that it asks for.
     """
 
     slot: int
@@ -64,6 +66,7 @@ class NewRow(msgspec.Struct, frozen=True):
     snapshot: int = -1
     num_state: int = 0
     second: int = -1
+    columns: tuple[str, ...] = ()
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -105,37 +108,6 @@ class GrammarBitmask(msgspec.Struct, frozen=True):
     withheld: Int32  # [k]
 
 
-class LogprobRows(msgspec.Struct, frozen=True):
-    """Logprobs of n tokens; columns of the top part past a row's own width are unspecified.  A row's width is top-k
-    plus the ids requested by name, in that order."""
-
-    token_logprobs: Float32  # [n]
-    ranks: Int32  # [n], 1 = most probable
-    top_ids: Int32  # [n, width]
-    top_logprobs: Float32  # [n, width]
-
-    def take(self, kept: NDArray[np.bool_]) -> LogprobRows:
-        return LogprobRows(self.token_logprobs[kept], self.ranks[kept], self.top_ids[kept], self.top_logprobs[kept])
-
-
-class SamplingMaskRows(msgspec.Struct, frozen=True):
-    """What n tokens were drawn from.
-
-    Row i has counts[i] ids, ascending, in `ids`, all rows one after the other.  A negative count has no ids:
-    `WHOLE_VOCABULARY`, or `MASK_TOO_LONG` if more were kept than a mask may have.  `logprobs`: of the token among the
-    ids; `kept_logprobs`: of all of them in the model's distribution at the temperature.
-    """
-
-    counts: Int32  # [n]
-    ids: Int32
-    logprobs: Float32  # [n]
-    kept_logprobs: Float32  # [n]
-
-    def take(self, kept: NDArray[np.bool_]) -> SamplingMaskRows:
-        ids = self.ids[np.repeat(kept, np.maximum(self.counts, 0))]
-        return SamplingMaskRows(self.counts[kept], ids, self.logprobs[kept], self.kept_logprobs[kept])
-
-
 class DraftPasses(msgspec.Struct, frozen=True):
     """What the draft model did in a step.  `behind`: the plan rows whose drafts are any ids, as the draft model has yet
     to catch up with their tokens."""
@@ -150,24 +122,21 @@ class StepResult(msgspec.Struct, frozen=True):
     """What a plan brought, with a row per plan row.
 
     Row i has `counts[i]` new tokens: accepted drafts and one sampled token, 0 where nothing was sampled.  `token_ids`
-    and `logprobs` hold all rows' tokens one after the other; `logprobs` is None if no row requested any, and likewise
-    `sampling_masks`.  `status[i]`:
-    OK, NOT_FINITE (the logits held NaN or only -inf), NO_LEGAL_TOKEN (the request's own parameters left none) or
-    WITHHELD; unless OK, the row has no token.  By plan row: `prompt_logprobs` of the prompt tokens that follow this
-    chunk's positions (token num_computed + 1 ...), as far as requested; `pooled` vectors; `routed_experts`, uint8 or
-    uint16 [n, layers, experts per token] of the row's last n positions, all of them if it enters its slot.
-    `draft_passes`: None if no row's drafts were drawn.  `saved`: the snapshots of the plan's `saves` that were taken.
+    and `columns`, by name, hold all rows' tokens one after the other; a column is there if a row asks for it.
+    `status[i]`: OK, NOT_FINITE (the logits held NaN or only -inf), NO_LEGAL_TOKEN (the request's own parameters left
+    none) or WITHHELD; unless OK, the row has no token.  `values`, by name and plan row: "prompt_logprobs", the records
+    [n, numbers] of the prompt tokens that follow this chunk's positions (token num_computed + 1 ...), as far as
+    requested; "pooled", a vector; "routed_experts", uint8 or uint16 [n, layers, experts per token] of the row's last n
+    positions, all of them if it enters its slot.  `draft_passes`: None if no row's
+    drafts were drawn.  `saved`: the snapshots of the plan's `saves` that were taken.
     """
 
     step: int
     counts: Int32
     token_ids: Int32
     status: UInt8
-    logprobs: LogprobRows | None = None
-    prompt_logprobs: dict[int, LogprobRows] = {}
-    pooled: dict[int, Float32] = {}
-    routed_experts: dict[int, NDArray[Any]] = {}
-    sampling_masks: SamplingMaskRows | None = None
+    columns: dict[str, ColumnRows] = {}
+    values: dict[str, dict[int, NDArray[Any]]] = {}
     draft_passes: DraftPasses | None = None
     saved: list[int] = []
 

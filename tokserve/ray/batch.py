@@ -18,6 +18,7 @@ from tokserve.client.async_llm import AsyncLLM, ChoiceOutput, collect
 from tokserve.client.inputs import typed
 from tokserve.config import Config
 from tokserve.config.resolve import resolve
+from tokserve.protocol.logprobs import Logprobs
 from tokserve.protocol.params import SamplingParams
 
 PROMPTS = ("token_ids", "prompt")  # columns: ids, or text
@@ -171,10 +172,10 @@ def _params(values: Mapping[str, Any]) -> SamplingParams:
 
 
 def _row(output: ChoiceOutput | None = None, error: str = "") -> dict[str, Any]:
-    logprobs = output.logprobs if output is not None else None
+    column = output.logprobs if output is not None else None
     return {
         "output_token_ids": np.array(output.token_ids if output else [], np.int32),
-        "logprobs": np.frombuffer(logprobs.token_logprobs if logprobs else b"", "<f4"),
+        "logprobs": Logprobs.of(column).token_logprobs if column else np.zeros(0, np.float32),
         "text": (output.text or "") if output else "",
         "finish_reason": (output.finish_reason or "") if output else "",
         "error": error,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,12 +19,13 @@ from tokserve.features.lora.adapter_slots import LoraTables
 from tokserve.features.ranks.ranks import ONE, Ranks, ReceivedSample
 from tokserve.features.speculation.draft_model import DraftModel, has_drawn
 from tokserve.models.decoder import Decoder
-from tokserve.protocol.plan import GrammarBitmask, LogprobRows, StepPlan, StepResult
+from tokserve.protocol.columns import PROMPT_LOGPROBS, Int32
+from tokserve.protocol.plan import GrammarBitmask, StepPlan, StepResult
 from tokserve.runner.admin import Admin
 from tokserve.runner.backend import Backend, HiddenStates
 from tokserve.runner.features import RunnerFeature, RunnerHooks
 from tokserve.runner.logits import LogitRows
-from tokserve.runner.sampler import PendingSample, Sampler, join
+from tokserve.runner.sampler import PendingSample, Sampler
 from tokserve.runner.slots import SamplingColumns, logit_lengths
 from tokserve.runner.steps import PendingResult, PendingStep
 
@@ -149,19 +151,20 @@ class Runner:
                     needed[row] = count
             hidden = self.backend.forward(self.model, plan, needed, features)
             scores = {span[0]: self._score(plan, hidden, span) for span in spans}
-            step.prompt_logprobs = {row: score for row, score in scores.items() if score is not None}
+            if spans:
+                step.values[PROMPT_LOGPROBS] = {row: score for row, score in scores.items() if score is not None}
             for reader, row, count in readers:
                 end = int(hidden.ends[row])
                 if not self.ranks.samples:
                     continue
                 vector = reader.after(self.model, plan, row, hidden.states[end - count : end])
                 if vector is not None:
-                    step.pooled[row] = vector
+                    step.values.setdefault("pooled", {})[row] = vector
             logits = self._logits(hidden) if len(rows.slots) else None
         if self.backend.states is not None:
             step.saved = self.backend.states.saved
         if self.backend.routed is not None:
-            step.routed_experts = self.backend.routed.results(plan, self._slots)
+            step.values["routed_experts"] = self.backend.routed.results(plan, self._slots)
         if logits is not None:
             step.logits, step.columns = logits, self.backend.columns(rows)
 
@@ -170,8 +173,9 @@ class Runner:
             return self.model.logits(hidden.states)
         return self.model.logits(hidden.states.index_select(0, hidden.logits_indices))
 
-    def _score(self, plan: StepPlan, hidden: HiddenStates, span: Span) -> LogprobRows | None:
-        """Logprobs of the prompt tokens first .. last - 1 of a plan row; None on a rank that has no logits."""
+    def _score(self, plan: StepPlan, hidden: HiddenStates, span: Span) -> Int32 | None:
+        """Records of the logprobs of the prompt tokens first .. last - 1 of a plan row; None on a rank that has no
+        logits."""
         row, first, last = span
         slot, end = int(plan.slots[row]), int(plan.num_computed[row] + plan.num_tokens[row])
         shift = int(hidden.ends[row]) - end - 1  # prompt token j is predicted by state j + shift
@@ -180,7 +184,7 @@ class Runner:
             logits = self.model.logits(hidden.states[j + shift : min(j + self._score_chunk, last) + shift])
             if self.ranks.samples:
                 parts.append(self._sampler.score(logits, slot, j))
-        return join(parts) if parts else None
+        return np.concatenate(parts) if parts else None
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
         """An admin method by name, between two steps."""

@@ -8,7 +8,7 @@ token to sample is flagged and replaced by zeros before anything else reads it, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,19 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.protocol.params import LOGPROBS_MODES, WHOLE_VOCABULARY, LogprobsMode, SamplingParams
-from tokserve.protocol.plan import (
-    NO_LEGAL_TOKEN,
-    NOT_FINITE,
-    OK,
-    Float32,
-    GrammarBitmask,
-    Int32,
-    LogprobRows,
-    NewRow,
-    SamplingMaskRows,
-    UInt8,
-)
+from tokserve.protocol.columns import LOGPROBS, ColumnRows
+from tokserve.protocol.logprobs import logprob_records
+from tokserve.protocol.params import LOGPROBS_MODES, LogprobsMode, SamplingParams
+from tokserve.protocol.plan import NO_LEGAL_TOKEN, NOT_FINITE, OK, GrammarBitmask, Int32, NewRow, UInt8
+from tokserve.runner.columns import Columns, SampledLogits, TokenSource
 from tokserve.runner.device import Accelerator, Device, Fetched
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.pipeline import Pipeline
@@ -37,17 +29,16 @@ from tokserve.runner.slots import Int64, SamplingColumns, Slots
 
 _NONE = -1
 _KINDS = len(LOGPROBS_MODES)
-Logprobs = tuple[Tensor, Tensor, Tensor, Tensor]  # columns of `LogprobRows`, on the device
+Logprobs = tuple[Tensor, Tensor, Tensor, Tensor]  # as `logprob_records` takes them, on the device
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """A new token per row of logits."""
+    """A new token per row of logits.  `columns`: by name, those that a row asked for."""
 
     token_ids: Int32  # [n]
     status: UInt8 | None  # [n], unless OK the row's id means nothing; None: all are OK
-    logprobs: LogprobRows | None
-    masks: SamplingMaskRows | None = None
+    columns: dict[str, ColumnRows] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +46,11 @@ class PendingSample:
     """New tokens that may still be on their way to the host."""
 
     token_ids: Tensor  # [n] int64, on the device
-    # ids, finite [n], with `has_legal` legal [n], with `masked` what `sampling_mask` returns of these rows, then the
-    # columns of `LogprobRows` of each of the parts
+    # ids, finite [n], with `has_legal` legal [n], then the arrays of each of `sources`, and four of each of `parts`
     fetched: Fetched
     parts: tuple[Int64 | None, ...] = ()  # of the logprobs: their rows, None for all
     has_legal: bool = False
-    masked: Int64 | None = None  # rows with a mask; None: no row has one
+    sources: tuple[tuple[str, TokenSource, Int64], ...] = ()  # columns besides logprobs: name, source, rows that asked
 
     def result(self) -> SampledTokens:
         """Wait for them."""
@@ -72,23 +62,29 @@ class PendingSample:
                 status = np.where(legal, np.uint8(OK), np.uint8(NO_LEGAL_TOKEN))
         if np.count_nonzero(finite) < len(finite):
             status = np.where(finite, np.uint8(OK) if status is None else status, np.uint8(NOT_FINITE))
-        masks = None
-        if self.masked is not None:
-            masks = masks_of_all(len(token_ids), self.masked, *rest[:4])
-            rest = rest[4:]
-        return SampledTokens(token_ids.astype(np.int32), status, self._logprobs(rest), masks)
+        columns = {}
+        for name, source, index in self.sources:
+            columns[name] = source.rows(rest[: source.num_arrays], len(token_ids), index)
+            rest = rest[source.num_arrays :]
+        if self.parts:
+            columns[LOGPROBS] = ColumnRows(self._logprobs(rest))
+        return SampledTokens(token_ids.astype(np.int32), status, columns)
 
-    def _logprobs(self, columns: list[NDArray[Any]]) -> LogprobRows | None:
-        rows = [LogprobRows(*columns[first : first + 4]) for first in range(0, len(columns), 4)]
-        if not self.parts:
-            return None
-        parts = [(index, part) for index, part in zip(self.parts, rows, strict=True) if index is not None]
-        return scatter(len(self.token_ids), parts) if parts else rows[0]
+    def _logprobs(self, arrays: list[NDArray[Any]]) -> Int32:
+        """Records of all tokens, of those of the parts; rows of no part are zeros."""
+        records = [logprob_records(*arrays[first : first + 4]) for first in range(0, len(arrays), 4)]
+        if self.parts[0] is None:
+            return records[0]
+        longest = max(part.shape[1] for part in records)
+        joined = np.zeros((len(self.token_ids), longest), np.int32)
+        for index, part in zip(self.parts, records, strict=True):
+            joined[index, : part.shape[1]] = part
+        return joined
 
 
 class Sampler:
-    """The processors, and the logprobs and sampling masks that each slot's request wants.  `max_mask`: most ids of a
-    mask."""
+    """The processors, and the logprobs and other columns that each slot's request asks for.  `max_mask`: most ids of a
+    sampling mask."""
 
     def __init__(
         self, slots: Slots, vocab_size: int, mode: LogprobsMode, device: Device, *, max_mask: int = 1024
@@ -108,9 +104,7 @@ class Sampler:
         self._prompt_start: Int64 = np.zeros(max_num_seqs, np.int64)
         self._prompt_kind: Int64 = np.zeros(max_num_seqs, np.int64)  # as `_kind`
         self._with_prompt_k: set[int] = set()  # slots
-        self._max_mask = min(max_mask, vocab_size)
-        self._has_mask: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
-        self._with_mask: set[int] = set()  # slots
+        self._columns = Columns(max_num_seqs, min(max_mask, vocab_size))
 
     def assign(self, row: NewRow) -> None:
         """A request takes a slot, after `Slots.assign`."""
@@ -132,17 +126,14 @@ class Sampler:
             mode = params.prompt_logprobs_mode or params.logprobs_mode or self._mode
             self._prompt_kind[slot] = LOGPROBS_MODES.index(mode)
             self._with_prompt_k.add(slot)
-        if params.return_sampling_mask:
-            self._has_mask[slot] = True
-            self._with_mask.add(slot)
+        self._columns.assign(row)
 
     def release(self, slot: int) -> None:
         self._pipeline.release(slot)
         self._form[slot] = self._prompt_k[slot] = _NONE
         self._with_form.discard(slot)
         self._with_prompt_k.discard(slot)
-        self._has_mask[slot] = False
-        self._with_mask.discard(slot)
+        self._columns.release(slot)
 
     def _top(self, k: int) -> int:
         return self._vocab_size if k < 0 else min(k, self._vocab_size)
@@ -154,8 +145,8 @@ class Sampler:
         a grammar."""
         self._pipeline.set_bitmask(bitmask)
         form, needs = self._shared_form(rows), self._pipeline.needs(rows)
-        has_masks = bool(self._with_mask) and bool(self._has_mask[rows.slots].any())
-        if form is not None and not has_masks and needs in (0, self._pipeline.temperature_bit):
+        rows_by_column = self._columns.asked(rows.slots)
+        if form is not None and not rows_by_column and needs in (0, self._pipeline.temperature_bit):
             mode = LOGPROBS_MODES[form % _KINDS]
             if not (needs and form != _NONE and mode == "processed"):  # its ranks are those of what was divided
                 return self._sample_fused(logits, columns, form, scaling=needs != 0)
@@ -167,13 +158,14 @@ class Sampler:
             flags.append(legal)
         token_ids = ops.sample(processed, columns.seeds, columns.lengths, columns.greedy)  # [n] int64
         parts = self._sampled_logprobs(logits, processed, rows, columns, token_ids) if self._with_form else []
-        masked: Int64 | None = None
-        masks: tuple[Tensor, ...] = ()
-        if has_masks:
-            masked = np.flatnonzero(self._has_mask[rows.slots])
-            masks = self._sampling_masks(masked, logits, processed, columns, token_ids)
-        fetched = self._device.fetch([token_ids, *flags, *masks, *(column for _, part in parts for column in part)])
-        return PendingSample(token_ids, fetched, tuple(index for index, _ in parts), legal is not None, masked)
+        sources = tuple([(name, self._columns.source(name), index) for name, index in rows_by_column.items()])
+        values: list[Tensor] = []
+        if sources:
+            sampled = SampledLogits(logits, processed, token_ids, columns.greedy, columns.temperature)
+            for _, source, index in sources:
+                values += source.compute(sampled if len(index) == len(logits) else sampled.take(self._tensor(index)))
+        fetched = self._device.fetch([token_ids, *flags, *values, *(column for _, part in parts for column in part)])
+        return PendingSample(token_ids, fetched, tuple(index for index, _ in parts), legal is not None, sources)
 
     def _clear(self, logits: Tensor, rows: Tensor) -> None:
         """Zeros in place of these rows [n] bool, which there hardly ever are."""
@@ -205,16 +197,6 @@ class Sampler:
             self._clear(processed, ~legal)
         token_ids = ops.sample(processed, columns.seeds, columns.lengths, columns.greedy)
         return self._device.fetch([token_ids]).arrays()[0].astype(np.int32)
-
-    def _sampling_masks(
-        self, index: Int64, logits: Tensor, processed: Tensor, columns: SamplingColumns, token_ids: Tensor
-    ) -> tuple[Tensor, ...]:
-        """What the tokens of these rows were drawn from, as the op returns it."""
-        inputs = (logits, processed, token_ids, columns.greedy, columns.temperature)
-        if len(index) < len(logits):
-            on_device = self._tensor(index)
-            inputs = tuple(column.index_select(0, on_device) for column in inputs)  # type: ignore[assignment]
-        return ops.sampling_mask(*inputs, self._max_mask)
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         if isinstance(self._device, Accelerator):
@@ -299,8 +281,9 @@ class Sampler:
                 spans.append((row, first, last))
         return spans
 
-    def score(self, logits: Tensor, slot: int, first: int) -> LogprobRows:
-        """Logprobs of the slot's prompt tokens first, first + 1, .. from the logits [n, V] that predict them."""
+    def score(self, logits: Tensor, slot: int, first: int) -> Int32:
+        """Records of the logprobs of the slot's prompt tokens first, first + 1, .. from the logits [n, V] that predict
+        them."""
         count = logits.shape[0]
         lengths = np.arange(first, first + count, dtype=np.int64)
         rows = LogitRows(np.full(count, slot, np.int32), lengths, lengths, sampling=False)
@@ -312,50 +295,8 @@ class Sampler:
         temperature = self._tensor(self._slots.temperature[rows.slots])
         columns = self._logprobs(kind, k, None, logits, processed, temperature, token_ids)
         arrays = self._device.fetch([*columns, *([] if legal is None else [legal])]).arrays()
-        scores = LogprobRows(*arrays[:4])
+        token_logprobs, ranks, top_ids, top_logprobs = arrays[:4]
         for allowed in arrays[4:]:  # elsewhere every id was forbidden
-            scores.token_logprobs[~allowed] = -np.inf
-            scores.top_logprobs[~allowed] = -np.inf
-        return scores
-
-
-def join(parts: list[LogprobRows]) -> LogprobRows:
-    """Rows of equal width one after the other."""
-    if len(parts) == 1:
-        return parts[0]
-    return LogprobRows(
-        np.concatenate([part.token_logprobs for part in parts]),
-        np.concatenate([part.ranks for part in parts]),
-        np.concatenate([part.top_ids for part in parts]),
-        np.concatenate([part.top_logprobs for part in parts]),
-    )
-
-
-def masks_of_all(
-    count: int, index: Int64, counts: Int32, ids: Int32, kept: Float32, values: Float32
-) -> SamplingMaskRows:
-    """Masks of n rows from those of the rows `index`; rows that have no use for one count as the whole vocabulary."""
-    ids = ids[: np.maximum(counts, 0).sum()]
-    if len(index) == count:
-        return SamplingMaskRows(counts, ids, values, kept)
-    masks = SamplingMaskRows(
-        np.full(count, WHOLE_VOCABULARY, np.int32), ids, np.zeros(count, np.float32), np.zeros(count, np.float32)
-    )
-    masks.counts[index], masks.logprobs[index], masks.kept_logprobs[index] = counts, values, kept
-    return masks
-
-
-def scatter(count: int, parts: list[tuple[Int64, LogprobRows]]) -> LogprobRows:
-    """Rows of different widths in their places; the rest is zeros."""
-    width = max(part.top_ids.shape[1] for _, part in parts)
-    out = LogprobRows(
-        np.zeros(count, np.float32),
-        np.zeros(count, np.int32),
-        np.zeros((count, width), np.int32),
-        np.zeros((count, width), np.float32),
-    )
-    for index, part in parts:
-        k = part.top_ids.shape[1]
-        out.token_logprobs[index], out.ranks[index] = part.token_logprobs, part.ranks
-        out.top_ids[index, :k], out.top_logprobs[index, :k] = part.top_ids, part.top_logprobs
-    return out
+            token_logprobs[~allowed] = -np.inf
+            top_logprobs[~allowed] = -np.inf
+        return logprob_records(token_logprobs, ranks, top_ids, top_logprobs)

@@ -33,6 +33,7 @@ from tokserve.models import load as models
 from tokserve.models.decoder import Decoder
 from tokserve.models.registry import decoder_spec, is_known
 from tokserve.ops.arithmetic import FMA, CpuKernels, choose_kernels
+from tokserve.protocol.column_table import asked_columns
 from tokserve.protocol.images import KIND, ImageFormat
 from tokserve.protocol.kv_spec import StateSpec
 from tokserve.protocol.params import SamplingParams
@@ -302,7 +303,8 @@ def _warm_up(runner: Runner, adapter: int) -> None:
     blocks = list(range(-(-(length + 1) // layout.block_size)))[: layout.num_blocks]
     one, zero, none = np.ones(1, np.int32), np.zeros(1, np.int32), np.zeros(0, np.int32)
     for options in runner.backend.warm_ups:
-        row = NewRow(0, "warm-up", np.zeros(length, np.int32), length, SamplingParams(**options), 0, (), adapter)
+        params, prompt = SamplingParams(**options), np.zeros(length, np.int32)
+        row = NewRow(0, "warm-up", prompt, length, params, 0, (), adapter, columns=tuple(asked_columns(params)))
         runner.execute(StepPlan(0, zero, length * one, zero, zero, one, none, [row], [(0, 0, blocks)]))
         if length < max_tokens:
             runner.execute(StepPlan(0, zero, one, length * one, zero, one, none))

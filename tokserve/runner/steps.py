@@ -15,9 +15,7 @@ from tokserve.protocol.plan import (
     OK,
     WITHHELD,
     DraftPasses,
-    Float32,
     Int32,
-    LogprobRows,
     StepPlan,
     StepResult,
     UInt8,
@@ -26,7 +24,7 @@ from tokserve.runner.logits import LogitRows
 from tokserve.runner.sampler import SampledTokens
 from tokserve.runner.slots import Int64, SamplingColumns
 
-NO_TOKENS = SampledTokens(np.zeros(0, np.int32), None, None)
+NO_TOKENS = SampledTokens(np.zeros(0, np.int32), None)
 
 
 class AwaitedSample(Protocol):
@@ -44,9 +42,7 @@ class PendingStep:
     rows: LogitRows  # of the logits
     logits: Tensor | None = None  # [n, V]; None: no row samples
     columns: SamplingColumns | None = None
-    prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
-    pooled: dict[int, Float32] = field(default_factory=dict)
-    routed_experts: dict[int, NDArray[Any]] = field(default_factory=dict)
+    values: dict[str, dict[int, NDArray[Any]]] = field(default_factory=dict)  # as in `StepResult`
     draft_passes: DraftPasses | None = None
     saved: list[int] = field(default_factory=list)
     withheld: NDArray[np.bool_] | None = None  # [R], plan rows whose logits were left out
@@ -72,9 +68,7 @@ class PendingResult:
     def __init__(self, step: PendingStep, sample: AwaitedSample | None) -> None:
         self.plan, self.rows = step.plan, step.rows
         self._sample = sample
-        self._prompt_logprobs, self._pooled = step.prompt_logprobs, step.pooled
-        self._routed_experts, self._draft_passes = step.routed_experts, step.draft_passes
-        self._saved = step.saved
+        self._values, self._draft_passes, self._saved = step.values, step.draft_passes, step.saved
         self._withheld = step.withheld
         self._result: StepResult | None = None
         self.kept: NDArray[np.bool_] | None = None  # [n], logits whose tokens are in the result; None: all
@@ -102,30 +96,18 @@ class PendingResult:
     def _finish(self) -> StepResult:
         plan = self.plan
         sampled = NO_TOKENS if self._sample is None else self._sample.result()
-        token_ids, logprobs, masks = sampled.token_ids, sampled.logprobs, sampled.masks
+        token_ids, columns = sampled.token_ids, sampled.columns
         if self._withheld is None and sampled.status is None and len(plan.draft_token_ids) == 0:
             counts, status = plan.num_logits, np.zeros(len(plan.slots), np.uint8)
         else:
             counts, status, self.kept = verify(plan, sampled, self._withheld)
             token_ids = token_ids[self.kept]
-            logprobs = None if logprobs is None else logprobs.take(self.kept)
-            masks = None if masks is None else masks.take(self.kept)
-        for row, vector in self._pooled.items():
+            columns = {name: rows.take(self.kept) for name, rows in columns.items()}
+        for row, vector in list(self._values.get("pooled", {}).items()):
             if not np.isfinite(vector).all():
                 status[row] = NOT_FINITE
-        return StepResult(
-            plan.step,
-            counts,
-            token_ids,
-            status,
-            logprobs,
-            self._prompt_logprobs,
-            self._pooled,
-            self._routed_experts,
-            masks,
-            self._draft_passes,
-            self._saved,
-        )
+                del self._values["pooled"][row]
+        return StepResult(plan.step, counts, token_ids, status, columns, self._values, self._draft_passes, self._saved)
 
 
 def verify(

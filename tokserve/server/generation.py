@@ -186,7 +186,7 @@ class Generation:
             self._ended += 1
             self._drafts.append(delta.drafts)
             self._times = delta.times
-            self.kv_transfer_params = self.kv_transfer_params or delta.kv_transfer
+            self.kv_transfer_params = self.kv_transfer_params or delta.values.get("kv_transfer")
             for observer in self._observers:
                 observer.finished(delta, self.streams[index // self.n].prompt_len, length)
         return delta

@@ -37,6 +37,8 @@ from tokserve.client.generation_config import (
 from tokserve.client.inputs import POOLS, GenerateRequest, bare_id, token_prompt
 from tokserve.client.request_state import RequestState
 from tokserve.config import Config
+from tokserve.protocol.column_table import asked_columns
+from tokserve.protocol.columns import LOGPROBS
 from tokserve.protocol.kv_transfer import transfer_params
 from tokserve.protocol.messages import Ready
 from tokserve.protocol.params import PoolingParams, SamplingParams
@@ -250,6 +252,11 @@ class Serving:
     def answers_as(self, model: str | None) -> str:
         """The name that the reply to a request with this `model` carries."""
         return self.adapter(model) or self.name
+
+    def columns_of(self, params: SamplingParams) -> tuple[str, ...]:
+        """The columns, besides logprobs, that the replies to a request with these parameters have."""
+        task = msgspec.structs.replace(params, return_sampling_mask=self.has_masks(params))
+        return tuple([name for name in asked_columns(task) if name != LOGPROBS])
 
     def has_masks(self, params: SamplingParams) -> bool:
         """Whether a request with these parameters returns sampling masks."""

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tokserve.protocol.columns import LOGPROBS, PROMPT_LOGPROBS, ColumnRows, Int32
 from tokserve.protocol.kv_spec import KVLayout, KVSpec
+from tokserve.protocol.logprobs import logprob_records
 from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.protocol.plan import (
     NO_LEGAL_TOKEN,
@@ -20,7 +22,6 @@ from tokserve.protocol.plan import (
     WITHHELD,
     DeviceFacts,
     GrammarBitmask,
-    LogprobRows,
     NewRow,
     StepPlan,
     StepResult,
@@ -107,13 +108,13 @@ def _masks(bitmask: GrammarBitmask | None) -> tuple[dict[int, UInt32], set[int]]
     return dict(reversed(list(in_order))), set(bitmask.withheld.tolist())
 
 
-def _columns(rows: Sequence[Row]) -> LogprobRows:
+def _records(rows: Sequence[Row]) -> Int32:
     width = max((len(row.top_ids) for row in rows), default=0)
     ids, values = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), np.float32)
     for index, row in enumerate(rows):
         ids[index, : len(row.top_ids)] = row.top_ids
         values[index, : len(row.top_ids)] = row.top_logprobs
-    return LogprobRows(
+    return logprob_records(
         np.array([row.logprob for row in rows], np.float32), np.array([row.rank for row in rows], np.int32), ids, values
     )
 
@@ -188,10 +189,17 @@ class ScriptedModel:
                 following = row.tokens[first : min(start + int(plan.num_tokens[index]) + 1, row.prompt_len)].tolist()
                 if following:
                     width = self._width(row.task.prompt_logprobs)
-                    prompts[index] = _columns([self.logprobs(token, DEFAULT_LOGPROB, width, ()) for token in following])
+                    prompts[index] = _records([self.logprobs(token, DEFAULT_LOGPROB, width, ()) for token in following])
         result: Future[StepResult] = Future()
         result.set_result(
-            StepResult(plan.step, counts, np.array(token_ids, np.int32), status, _columns(logprobs), prompts)
+            StepResult(
+                plan.step,
+                counts,
+                np.array(token_ids, np.int32),
+                status,
+                {LOGPROBS: ColumnRows(_records(logprobs))},
+                {PROMPT_LOGPROBS: prompts},
+            )
         )
         return result
 

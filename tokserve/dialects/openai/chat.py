@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from tokserve.base.errors import RequestError
 from tokserve.client.inputs import GenerateRequest, token_prompt
-from tokserve.client.outputs import ChoiceOutput, Logprobs
+from tokserve.client.outputs import ChoiceOutput, Column
 from tokserve.dialects.openai import schemas, tools
 from tokserve.dialects.openai.chat_prompts import (
     THINKING,
@@ -37,15 +37,17 @@ from tokserve.features.chat.text_context import TextContext
 from tokserve.features.grammar import structured
 from tokserve.features.speculation.draft_metrics import ReplyMetrics
 from tokserve.features.speculation.prediction import with_prediction
+from tokserve.protocol.logprobs import width_of
 from tokserve.protocol.params import SamplingParams, StructuredOutputs
 from tokserve.protocol.prompt import TokenPrompt, unpack_ids
 from tokserve.server.generation import CompletionTokensDetails, Generation, ReplyContext, Usage
 from tokserve.server.http.body import encode_json, wants_msgpack
 from tokserve.server.http.workers import off_loop
-from tokserve.server.replies import logprobs, sampling_masks, sse
-from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, last_version, routed_experts, versions
+from tokserve.server.replies import fields, logprobs, sse
+from tokserve.server.replies.fields import ColumnFields
+from tokserve.server.replies.logprobs import NO_ROWS
+from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, last_version, versions
 from tokserve.server.replies.reply_parts import DeferredParts
-from tokserve.server.replies.sampling_masks import MaskFields
 from tokserve.server.serving import FieldPaths, Serving
 
 ID_PREFIX = "chatcmpl-"
@@ -64,7 +66,7 @@ class Message(msgspec.Struct):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(MaskFields):
+class ChatChoice(ColumnFields):
     """A choice of a whole answer.  Here and in the answer, ids and scores that were not requested are null.
     `meta_info`, `prompt_token_ids`, `matched_stop`: in SGLang's dialect."""
 
@@ -76,7 +78,6 @@ class ChatChoice(MaskFields):
     stop_detail: StopDetail
     token_ids: list[int] | None = None
     weight_versions: list[WeightVersion] | UnsetType = UNSET
-    routed_experts: str | UnsetType = UNSET
     meta_info: dict[str, Any] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     matched_stop: int | str | list[int] | UnsetType | None = UNSET
@@ -110,7 +111,7 @@ class Delta(msgspec.Struct):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChunkChoice(MaskFields):
+class ChunkChoice(ColumnFields):
     """A choice of a chunk."""
 
     index: int
@@ -121,7 +122,6 @@ class ChunkChoice(MaskFields):
     stop_detail: StopDetail | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[WeightVersion] | UnsetType = UNSET
-    routed_experts: str | UnsetType = UNSET
     matched_stop: int | str | list[int] | UnsetType | None = UNSET
 
 
@@ -378,7 +378,7 @@ class ChatRenderer:
         self._usage, self._continuous = schemas.usage_options(serving, body)
         self._begun: set[int] = set()
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
-        self._has_masks = serving.has_masks(params)
+        self._columns = serving.columns_of(params)
         self._scores_due = params.prompt_logprobs is not None
 
     def reply(self, completions: list[ChoiceOutput], parts: DeferredParts | None = None) -> ChatReply:
@@ -396,13 +396,12 @@ class ChatRenderer:
                 StopDetail(c.stop_detail, c.message),
                 c.token_ids if self._ids else None,
                 versions(c) if self._versions else UNSET,
-                routed_experts(c),
             )
             for c in completions
         ]
-        if self._has_masks:
-            for choice, completion in zip(choices, completions, strict=True):
-                sampling_masks.add(choice, completion, "lists", parts)
+        for choice, completion in zip(choices, completions, strict=True):
+            fields.write_tokens(choice, completion, self._columns, "lists", parts)
+            fields.write_end(choice, completion, self._columns, "lists")
         generation = self.generation
         reply = ChatReply(self._id, self._created, self._model, choices, self.usage(), prompt_logprobs=scores)
         reply.system_fingerprint, reply.metrics = generation.fingerprint, generation.metrics()
@@ -443,13 +442,13 @@ class ChatRenderer:
     def _logprobs(self, c: ChoiceOutput, parts: DeferredParts | None = None) -> logprobs.ChatLogprobs | Raw | None:
         if not self._has_logprobs:
             return None
-        args = (c.logprobs or Logprobs(), c.token_ids, self._spelling)
+        args = (c.logprobs or NO_ROWS, c.token_ids, self._spelling)
         return logprobs.content(*args) if parts is None else parts.defer(logprobs.content_encoder(*args))
 
-    def _prompt_logprobs(self, columns: Logprobs | None, parts: DeferredParts | None = None) -> Any:
+    def _prompt_logprobs(self, columns: Column | None, parts: DeferredParts | None = None) -> Any:
         first = max(1, self._params.prompt_logprobs_start)
-        columns = columns or Logprobs()
-        args = (columns, self.generation.prompt_ids(), first, columns.width, self._texts)
+        columns = columns or NO_ROWS
+        args = (columns, self.generation.prompt_ids(), first, width_of(columns), self._texts)
         return logprobs.prompt_objects(*args) if parts is None else parts.defer(logprobs.prompt_objects_encoder(*args))
 
     def delta(self, delta: ChoiceOutput) -> bytes:
@@ -463,15 +462,13 @@ class ChatRenderer:
             read = self.reader.read(delta)
             thought = self.reasoning(read, delta.index, is_last=delta.finish_reason is not None)
             added = Delta(UNSET, read.content or UNSET, thought, thought, read.calls or UNSET)
-        by_token = self._ids or self._has_masks or delta.logprobs
+        by_token = self._ids or self._columns or delta.logprobs
         choice = None
         if added.content or added.reasoning or added.tool_calls or (delta.token_ids and by_token):
             choice = ChunkChoice(delta.index, added, self._logprobs(delta))
             if self._ids:
                 choice.token_ids = delta.token_ids
-            if self._has_masks:
-                sampling_masks.add(choice, delta, "lists")
-                choice.sampling_mask_truncated = UNSET  # comes with the end
+            fields.write_tokens(choice, delta, self._columns, "lists")
             if delta.finish_reason is None or not self._continuous:
                 events += sse.event(encode_json(self._chunk(choice)))
         if delta.finish_reason is not None:
@@ -486,13 +483,11 @@ class ChatRenderer:
         choice.stop_detail = StopDetail(delta.stop_detail, delta.message)
         if self._versions:
             choice.weight_versions = versions(delta)
-        choice.routed_experts = routed_experts(delta)
-        if self._has_masks:
-            choice.sampling_mask_truncated = delta.sampling_mask_truncated
+        fields.write_end(choice, delta, self._columns, "lists")
         chunk = self._chunk(choice)
         chunk.system_fingerprint = self.generation.fingerprint
-        if delta.kv_transfer is not None:
-            chunk.kv_transfer_params = delta.kv_transfer
+        if "kv_transfer" in delta.values:
+            chunk.kv_transfer_params = delta.values["kv_transfer"]
         return chunk
 
     def end(self, choice: ChunkChoice, delta: ChoiceOutput) -> None:

@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from tokserve.base.errors import RequestError, invalid
 from tokserve.client.inputs import GenerateRequest
-from tokserve.client.outputs import ChoiceOutput, Logprobs
+from tokserve.client.outputs import ChoiceOutput, Column
 from tokserve.dialects.openai import schemas
 from tokserve.dialects.openai.schemas import CompletionBody
 from tokserve.features.beams.beam_fields import beam_params
@@ -29,15 +29,16 @@ from tokserve.features.beams.beam_stream import search_of
 from tokserve.features.grammar import structured
 from tokserve.features.speculation.draft_metrics import ReplyMetrics
 from tokserve.features.speculation.prediction import with_prediction
+from tokserve.protocol.logprobs import width_of
 from tokserve.protocol.params import SamplingParams
 from tokserve.server.generation import ReplyContext, Usage
 from tokserve.server.http.body import encode_json, wants_msgpack
 from tokserve.server.http.workers import ITEM, off_loop
-from tokserve.server.replies import logprobs, sampling_masks, sse
-from tokserve.server.replies.logprobs import TextLogprobs
-from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, last_version, routed_experts, versions
+from tokserve.server.replies import fields, logprobs, sse
+from tokserve.server.replies.fields import ColumnFields
+from tokserve.server.replies.logprobs import NO_ROWS, TextLogprobs
+from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, last_version, versions
 from tokserve.server.replies.reply_parts import DeferredParts, single_part
-from tokserve.server.replies.sampling_masks import MaskFields
 from tokserve.server.serving import FieldPaths, Serving
 
 ID_PREFIX = "cmpl-"
@@ -47,7 +48,7 @@ MAX_BEAMS = 512
 MAX_CHOICES = 1 << 14  # of all prompts together: each is a request in the engine
 
 
-class CompletionChoice(MaskFields):
+class CompletionChoice(ColumnFields):
     """A choice, or a delta of one.  In a whole reply, ids and scores that were not requested are null.
     `matched_stop`: in SGLang's dialect."""
 
@@ -61,7 +62,6 @@ class CompletionChoice(MaskFields):
     token_ids: list[int] | UnsetType | None = UNSET
     weight_versions: list[WeightVersion] | UnsetType = UNSET
     prompt_logprobs: Any = UNSET
-    routed_experts: str | UnsetType = UNSET
     matched_stop: int | str | list[int] | UnsetType | None = UNSET
 
 
@@ -243,7 +243,7 @@ class CompletionRenderer:
         self._start = params.prompt_logprobs_start
         self._top = params.logprobs
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
-        self._has_masks = serving.has_masks(params)
+        self._columns = serving.columns_of(params)
         self._num_prompt_logprobs = schemas.count(body.prompt_logprobs)
         self._usage, self._continuous = schemas.usage_options(serving, body)
         self._places: dict[int, logprobs.TextOffset] = {}  # by choice that has begun: how far its text has come
@@ -280,15 +280,14 @@ class CompletionRenderer:
         if self._has_logprobs:
             make_logprobs = partial(self._logprobs, c, begins)
             choice.logprobs = make_logprobs() if parts is None else parts.defer(single_part(make_logprobs))
-        if self._has_masks:
-            sampling_masks.add(choice, c, "lists", parts)
+        fields.write_tokens(choice, c, self._columns, "lists", parts)
         if self._ids:
             choice.token_ids = c.token_ids
         if c.finish_reason is not None:
             choice.stop_detail = StopDetail(c.stop_detail, c.message)
             if self._versions:
                 choice.weight_versions = versions(c)
-            choice.routed_experts = routed_experts(c)
+            fields.write_end(choice, c, self._columns, "lists")
         return choice
 
     def _logprobs(self, c: ChoiceOutput, begins: bool) -> TextLogprobs:
@@ -298,12 +297,12 @@ class CompletionRenderer:
             ids = self._generation.prompt_ids(c.index)
             place = self._prompt_start(ids, self._prompt_text(c.index))
             shown.add(None, ids[:1], self._spelling, place, 0, is_last=len(ids) == 1)
-            top = c.prompt_logprobs.width if c.prompt_logprobs and self._top == -1 else max(0, self._top or 0)
+            top = width_of(c.prompt_logprobs) if c.prompt_logprobs and self._top == -1 else max(0, self._top or 0)
             shown.add(c.prompt_logprobs, ids[1:], self._spelling, place, top, is_last=True)
         if c.logprobs is not None:
             is_last = c.finish_reason is not None and not isinstance(c.stop_reason, str)  # a stop string cuts the text
             place = self._places[c.index]
-            shown.add(c.logprobs, c.token_ids, self._spelling, place, c.logprobs.width, is_last=is_last)
+            shown.add(c.logprobs, c.token_ids, self._spelling, place, width_of(c.logprobs), is_last=is_last)
         return shown
 
     def _prompt_start(self, ids: list[int], text: str) -> logprobs.TextOffset:
@@ -320,15 +319,15 @@ class CompletionRenderer:
             return prompt if isinstance(prompt, str) else ""
         return self._tokenizer.decode(self._generation.prompt_ids(index), self._skip_special)
 
-    def _begin(self, choice: CompletionChoice, scores: Logprobs | None, parts: DeferredParts | None) -> str:
+    def _begin(self, choice: CompletionChoice, scores: Column | None, parts: DeferredParts | None) -> str:
         """Add what was requested of the prompt; returns the part of the prompt that the text begins with."""
         ids = self._generation.prompt_ids(choice.index)
-        columns = scores or Logprobs()
+        columns = scores or NO_ROWS
         if self._ids:
             choice.prompt_token_ids = ids
         if self._num_prompt_logprobs is not None:
             first = max(1, self._start)
-            top = columns.width if self._num_prompt_logprobs == -1 else self._num_prompt_logprobs
+            top = width_of(columns) if self._num_prompt_logprobs == -1 else self._num_prompt_logprobs
             args = (columns, ids, first, top, None if self._tokenizer is None else self._tokenizer.token_texts)
             later = logprobs.prompt_objects_encoder
             choice.prompt_logprobs = logprobs.prompt_objects(*args) if parts is None else parts.defer(later(*args))
@@ -349,8 +348,8 @@ class CompletionRenderer:
             reply.usage = self._generation.usage() if self._continuous else None
         if delta.finish_reason is not None:
             reply.system_fingerprint = self._generation.fingerprint
-        if delta.kv_transfer is not None:
-            reply.kv_transfer_params = delta.kv_transfer
+        if "kv_transfer" in delta.values:
+            reply.kv_transfer_params = delta.values["kv_transfer"]
         return sse.event(encode_json(reply))
 
     def tail(self) -> bytes:

@@ -17,16 +17,16 @@ from starlette.responses import Response
 
 from tokserve.base.errors import RequestError, invalid
 from tokserve.client.inputs import bare_id, check_lists
-from tokserve.client.outputs import TERMINATORS, ChoiceOutput, Logprobs
+from tokserve.client.outputs import TERMINATORS, ChoiceOutput, Column
 from tokserve.dialects.openai import chat, chat_prompts, completions, logprobs_parser, schemas, tools
 from tokserve.dialects.openai.schemas import ChatBody, CompletionBody, RequestBody, TextBody
 from tokserve.dialects.openai.tools import ToolPlan
 from tokserve.features.chat.output_format import AT_CONTENT
+from tokserve.protocol.columns import LOGPROBS, PROMPT_LOGPROBS
 from tokserve.protocol.params import MAX_CHOICES, SamplingParams
 from tokserve.server.generation import PromptTokensDetails, Usage
 from tokserve.server.http import body
 from tokserve.server.http.workers import off_loop
-from tokserve.server.replies.logprobs import num_rows
 from tokserve.server.serving import Serving
 from tokserve.text.detokenizer import Detokenizer
 from tokserve.text.stops import StopStrings
@@ -213,7 +213,7 @@ class ReplyReader:
         self._serving.check_ids(unpacked, field)
         return unpacked
 
-    def _scores(self, reply: ParsedReply, field: str, ids: list[int] | None) -> Logprobs | None:
+    def _scores(self, reply: ParsedReply, field: str, ids: list[int] | None) -> Column | None:
         """The prompt's logprobs, if the request has prompt_logprobs."""
         if self.params.prompt_logprobs is None:
             return None
@@ -221,11 +221,11 @@ class ReplyReader:
             raise invalid(field, "is required: the request asks for them")
         start = max(1, self.params.prompt_logprobs_start)
         scores = logprobs_parser.parse_prompt(reply.prompt_logprobs, ids, self.params.prompt_logprobs, field)
-        if scores is not None and num_rows(scores) != len(ids) - start:
+        if scores is not None and scores.num_rows != len(ids) - start:
             raise invalid(field, "must have an entry per prompt token")
         return scores
 
-    def _logprobs(self, choice: ParsedChoice, ids: list[int], field: str) -> Logprobs | None:
+    def _logprobs(self, choice: ParsedChoice, ids: list[int], field: str) -> Column | None:
         params = self.params
         if params.logprobs is None and not params.logprob_token_ids:
             return None
@@ -234,7 +234,7 @@ class ReplyReader:
         top = (params.logprobs or 0) if self._known else None
         return logprobs_parser.parse_output(choice.logprobs, ids, top, params.logprob_token_ids or (), field)
 
-    def _end(self, choice: ParsedChoice, where: str, scores: Logprobs | None) -> ChoiceOutput:
+    def _end(self, choice: ParsedChoice, where: str, scores: Column | None) -> ChoiceOutput:
         """Parse one choice; its text is cut at a stop string if the generating server has not done so."""
         ids = self._ids(choice.token_ids, f"{where}.token_ids")
         logprobs = self._logprobs(choice, ids, f"{where}.logprobs")
@@ -243,8 +243,8 @@ class ReplyReader:
             choice.index,
             ids,
             "",
-            logprobs,
-            prompt_logprobs=scores,
+            {} if logprobs is None else {LOGPROBS: logprobs},
+            values={} if scores is None else {PROMPT_LOGPROBS: scores},
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
             stop_detail=kind,
@@ -257,7 +257,7 @@ class ReplyReader:
         end.text, hit = self._detokenizer(stops, min_tokens).push(text_ids, True)
         if hit is not None:
             end.token_ids = ids[: hit.index + 1]
-            end.logprobs = logprobs.cut(hit.index + 1) if logprobs else None
+            end.columns = {name: column.part(0, hit.index + 1) for name, column in end.columns.items()}
             end.finish_reason, end.stop_reason, end.stop_detail, end.message = "stop", hit.text, "stop_string", None
         spans = ((span.version, span.start, min(span.end, len(end.token_ids))) for span in choice.weight_versions or ())
         end.weight_versions = [span for span in spans if span[1] < max(1, len(end.token_ids))]

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from tokserve.base.errors import invalid
-from tokserve.client.outputs import Logprobs
+from tokserve.client.outputs import Column
+from tokserve.protocol.logprobs import logprob_column, width_of
 from tokserve.server.http import body, errors
 
 Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -80,7 +82,7 @@ class ParsedRow(NamedTuple):
     named: dict[int, float]
 
 
-def parse_output(value: Any, ids: Sequence[int], top: int | None, named: Sequence[int], field: str) -> Logprobs:
+def parse_output(value: Any, ids: Sequence[int], top: int | None, named: Sequence[int], field: str) -> Column:
     """Parse logprobs of the tokens `ids` with `top` alternatives, then those of the ids `named`.  `top`: -1: all
     tokens; None: not known, so of "objects", which do not say how many there were, none are kept."""
     if isinstance(value, dict) and "content" in value:
@@ -92,19 +94,19 @@ def parse_output(value: Any, ids: Sequence[int], top: int | None, named: Sequenc
             return _columns([row._replace(others=[], named={}) for row in rows], 0, (), f"{field}.content")
         return _columns(rows, top, named, f"{field}.content")
     columns = _table(value, field)
-    if len(columns.ranks) != 4 * len(ids):
+    if columns.num_rows != len(ids):
         raise invalid(field, "must have a row per token")
     _check_width(columns, top, len(named), field)
     return columns
 
 
-def parse_prompt(value: Any, ids: Sequence[int], top: int, field: str) -> Logprobs | None:
+def parse_prompt(value: Any, ids: Sequence[int], top: int, field: str) -> Column | None:
     """Parse logprobs of the prompt `ids` with `top` alternatives (-1: all tokens); None for a prompt without any."""
     if not isinstance(value, list):
         columns = _table(value, field)
-        if columns.ranks:
+        if columns.records:
             _check_width(columns, top, 0, field)
-        return columns if columns.ranks else None
+        return columns if columns.records else None
     if len(value) != len(ids):
         raise invalid(field, "must have an entry per prompt token")
     rows = []
@@ -149,7 +151,7 @@ def _id(entry: ParsedAlternative, field: str) -> int:
     return int(digits)
 
 
-def _columns(rows: list[ParsedRow], top: int, named: Sequence[int], field: str) -> Logprobs:
+def _columns(rows: list[ParsedRow], top: int, named: Sequence[int], field: str) -> Column:
     width = top if top >= 0 else 1 + max((len(row.others) for row in rows), default=0)
     logprobs, ranks, ids, values = array("f"), array("i"), array("i"), array("f")
     for index, row in enumerate(rows):
@@ -168,7 +170,14 @@ def _columns(rows: list[ParsedRow], top: int, named: Sequence[int], field: str) 
         ranks.append(row.rank or 0)
         ids.extend([*(token for token, _ in others), *named])
         values.extend([*(value for _, value in others), *(known[name] for name in named)])
-    return Logprobs(logprobs.tobytes(), ranks.tobytes(), ids.tobytes(), values.tobytes(), width + len(named))
+    return _packed(logprobs.tobytes(), ranks.tobytes(), ids.tobytes(), values.tobytes(), width + len(named))
+
+
+def _packed(token_logprobs: bytes, ranks: bytes, top_ids: bytes, top_logprobs: bytes, width: int) -> Column:
+    """The column of packed arrays: two of a value per token, two of `width`."""
+    values, tops = np.frombuffer(token_logprobs, "<f4"), np.frombuffer(top_logprobs, "<f4")
+    ids = np.frombuffer(top_ids, "<i4").reshape(-1, width) if width else np.zeros((len(values), 0), np.int32)
+    return logprob_column(values, np.frombuffer(ranks, "<i4"), ids, tops.reshape(ids.shape))
 
 
 def _insert_token(row: ParsedRow) -> list[tuple[int, float]]:
@@ -182,28 +191,27 @@ def _insert_token(row: ParsedRow) -> list[tuple[int, float]]:
     return [*row.others[:position], (row.token_id, row.logprob), *row.others[position:]]
 
 
-def _table(value: Any, field: str) -> Logprobs:
+def _table(value: Any, field: str) -> Column:
     """Parse "arrays" or "base64"."""
     if isinstance(value, dict) and "shape" in value:
         packed = body.convert(value, ParsedColumns, field)
         count, width = packed.shape
-        columns = Logprobs(packed.token_logprobs, packed.ranks, packed.top_token_ids, packed.top_logprobs, width)
+        arrays = (packed.token_logprobs, packed.ranks, packed.top_token_ids, packed.top_logprobs)
     else:
         lists = body.convert(value, ParsedArrays, field)
         count, width = len(lists.ranks), len(lists.top_token_ids[0]) if lists.top_token_ids else 0
-        columns = Logprobs(
+        arrays = (
             array("f", lists.token_logprobs).tobytes(),
             array("i", lists.ranks).tobytes(),
             array("i", (i for row in lists.top_token_ids for i in row)).tobytes(),
             array("f", (v for row in lists.top_logprobs for v in row)).tobytes(),
-            width,
         )
-    narrow = {len(columns.token_logprobs), len(columns.ranks)} != {4 * count}
-    if narrow or {len(columns.top_ids), len(columns.top_logprobs)} != {4 * count * width}:
+    if list(map(len, arrays)) != [4 * count, 4 * count, 4 * count * width, 4 * count * width]:
         raise invalid(field, "must have columns of equal length")
-    return columns
+    return _packed(*arrays, width)
 
 
-def _check_width(columns: Logprobs, top: int | None, named: int, field: str) -> None:
-    if columns.ranks and top not in (None, -1) and columns.width != top + named:
-        raise invalid(field, f"must have {top + named} alternatives per token, got {columns.width}")
+def _check_width(columns: Column, top: int | None, named: int, field: str) -> None:
+    width = width_of(columns)
+    if columns.records and top not in (None, -1) and width != (top or 0) + named:
+        raise invalid(field, f"must have {top + named} alternatives per token, got {width}")

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.base.errors import NotFound, RequestError, invalid
-from tokserve.client.outputs import ChoiceOutput, Logprobs
+from tokserve.client.outputs import ChoiceOutput
 from tokserve.dialects.openai import chat, schemas, tools
 from tokserve.dialects.openai.chat import ChatCall
 from tokserve.dialects.openai.response_history import InputMessages
@@ -343,7 +343,7 @@ class ResponsesRenderer:
             self._token_ids += c.token_ids
         entries = None
         if self._with_logprobs:
-            entries = logprobs.content(c.logprobs or Logprobs(), c.token_ids, self._spelling).content
+            entries = logprobs.content(c.logprobs or logprobs.NO_ROWS, c.token_ids, self._spelling).content
         self._output.push(c.text or "", c.token_ids, entries, final=last)
         if last:
             self._last = c

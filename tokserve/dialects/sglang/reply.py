@@ -15,12 +15,14 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from tokserve.base.errors import RequestError
-from tokserve.client.outputs import ChoiceOutput, DraftCounts, Logprobs
+from tokserve.client.outputs import ChoiceOutput, Column, DraftCounts
 from tokserve.dialects.openai.token_segments import SegmentReader
+from tokserve.features.masks.columns import NAME as MASKS
+from tokserve.features.masks.reply import mask_lists
 from tokserve.features.speculation import draft_metrics
 from tokserve.server.generation import Generation
 from tokserve.server.http.body import encode_json
-from tokserve.server.replies import logprobs, sampling_masks, sse
+from tokserve.server.replies import logprobs, sse
 from tokserve.server.replies.reply_fields import last_version, prompt_versions, versions
 
 ROWS = 1024  # of a list that are encoded at a time: other threads run in between
@@ -82,7 +84,7 @@ class _TokenLists:
         self.tokens.extend(iter([(None, token_id, self._name(token_id))]))
         self.top.extend(iter([None]))
 
-    def extend(self, columns: Logprobs, token_ids: Sequence[int]) -> None:
+    def extend(self, columns: Column, token_ids: Sequence[int]) -> None:
         top, name = self._form.top, self._name
         pairs = zip(token_ids, logprobs.rows(columns), strict=True)
         self.tokens.extend((row[0], token, name(token)) for token, row in pairs)
@@ -132,7 +134,7 @@ class ChoiceDetails:
         self._end: ChoiceOutput | None = None
         self.reasoning_tokens = 0
 
-    def begin(self, prompt_ids: Sequence[int], scores: Logprobs | None) -> None:
+    def begin(self, prompt_ids: Sequence[int], scores: Column | None) -> None:
         """Take the prompt's logprobs, which come with the first delta."""
         start = self.form.start
         if start is not None and start < len(prompt_ids):
@@ -148,11 +150,10 @@ class ChoiceDetails:
         self._cached = max(self._cached, c.cached_tokens)
         if self.form.has_logprobs and c.logprobs is not None:
             self._output.extend(c.logprobs, c.token_ids)
-        if self.form.has_masks and c.sampling_masks is not None:
-            rows = sampling_masks.mask_of(c.sampling_masks, "lists")
-            assert isinstance(rows, list)
-            self._masks.extend(iter(rows))
-            self._mask_logprobs.extend(iter(logprobs.clamped(c.sampling_masks.logprobs.tobytes())))
+        if self.form.has_masks and MASKS in c.columns:
+            masks, values = mask_lists(c.columns[MASKS])
+            self._masks.extend(iter(masks))
+            self._mask_logprobs.extend(iter(values))
         if c.finish_reason is not None:
             self._end = c
 

@@ -1,5 +1,4 @@
-"""What a request has produced and not yet sent: logprobs, sampling masks, prompt logprobs, the pooled vector, and
-weight versions."""
+"""What a request has produced and not yet sent: columns, values that it has once, and weight versions."""
 
 from __future__ import annotations
 
@@ -9,22 +8,16 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
 from numpy.typing import NDArray
 
-from tokserve.engine.output.columns import (
-    LogprobColumns,
-    MaskColumns,
-    PackedMasks,
-    PackedRows,
-    RoutedColumns,
-    StepColumns,
-)
+from tokserve.engine.output.columns import ColumnBuffer, PromptRows, StepColumns, StepRows
 from tokserve.engine.variant import Variant
+from tokserve.protocol.column_table import asked_columns, value_specs
+from tokserve.protocol.columns import PROMPT_LOGPROBS, Collector
 from tokserve.protocol.images import ImageFormat
+from tokserve.protocol.logprobs import asked_prompt_logprobs
 from tokserve.protocol.messages import Finish
 from tokserve.protocol.params import PoolingParams, SamplingParams
-from tokserve.protocol.plan import Float32, LogprobRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +40,11 @@ class Limits:
             return self.context
         return 0 if self.images is None else self.images.step_tokens
 
+    @property
+    def model(self) -> tuple[int, str]:
+        """Ids of the vocabulary, and the mode of logprobs where a request names none."""
+        return self.vocab_size, self.logprobs_mode
+
 
 class _Era(NamedTuple):
     """The same weights compute from output token `token` on, which for those before it is position `position`."""
@@ -59,57 +57,50 @@ class _Era(NamedTuple):
 
 
 class OutputBuffer:
-    """The unsent output of one request; positions are counted from the start of the prompt."""
+    """The unsent output of one request; positions are counted from the start of the prompt.  `values`: what the last
+    output brings, by name."""
 
     __slots__ = (
+        "_collectors",
+        "_columns",
         "_eras",
-        "_first_prompt_row",
         "_generation",
-        "_logprobs",
-        "_masks",
         "_next_to_send",
-        "_pooled",
         "_prompt_len",
-        "_prompt_logprobs",
-        "_routed",
-        "_routed_start",
         "_sent",
-        "next_prompt_row",
+        "_task",
         "num_computed",
-        "scores_are_finite",
+        "prompt_rows",
+        "values",
         "version",
     )
 
     def __init__(self, task: SamplingParams | PoolingParams, prompt_len: int, limits: Limits) -> None:
+        self._task = task
         self._prompt_len = prompt_len
         self._next_to_send = prompt_len
         self._sent = False  # anything has been sent
         self._eras: list[_Era] = []
         self.version: str | None = None  # of the weights that computed the newest position
         self._generation = 0  # of its variant
-        self.scores_are_finite = True  # no logprob of the prompt is NaN
         self.num_computed = 0  # prompt tokens whose KV was there at the end
-        self._pooled = b""
-        self._routed: RoutedColumns | None = None
-        self._routed_start = 0
-        self._logprobs: LogprobColumns | None = None
-        self._masks: MaskColumns | None = None
-        self._prompt_logprobs: LogprobColumns | None = None
-        self._first_prompt_row = self.next_prompt_row = prompt_len  # the prompt token whose row comes next
-        if not isinstance(task, SamplingParams):
-            return
-        self._routed_start = min(task.routed_experts_prompt_start, prompt_len)
-        mode = task.logprobs_mode or limits.logprobs_mode
-        named = len(task.logprob_token_ids or ())
-        if task.logprobs is not None or named:
-            self._logprobs = LogprobColumns(_width(task.logprobs or 0, limits) + named, mode)
-        if task.return_sampling_mask:
-            self._masks = MaskColumns()
-        if task.prompt_logprobs is not None:
-            self._prompt_logprobs = LogprobColumns(
-                _width(task.prompt_logprobs, limits), task.prompt_logprobs_mode or mode
-            )
-            self._first_prompt_row = self.next_prompt_row = max(task.prompt_logprobs_start, 1)
+        self.values: dict[str, Any] = {}
+        self._collectors: dict[str, Collector] = {}
+        self._columns = tuple([ColumnBuffer(name, form) for name, form in asked_columns(task, *limits.model).items()])
+        self.prompt_rows: PromptRows | None = None
+        form = asked_prompt_logprobs(task, *limits.model)
+        if form is not None and isinstance(task, SamplingParams):
+            self.prompt_rows = PromptRows(form, max(task.prompt_logprobs_start, 1), prompt_len)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the columns that the request asks for."""
+        return tuple([column.name for column in self._columns])
+
+    @property
+    def next_prompt_row(self) -> int:
+        """The prompt token whose logprob comes next; beyond all where none is asked for."""
+        return self._prompt_len if self.prompt_rows is None else self.prompt_rows.next
 
     def set_version(self, version: str, variant: Variant | None, token: int, position: int) -> None:
         """The positions from `position` on, and the output tokens from `token` on, are computed by these weights."""
@@ -125,45 +116,25 @@ class OutputBuffer:
             eras.pop()
         self.version, self._generation = (eras[-1].version, eras[-1].generation) if eras else (None, 0)
 
-    def add_logprobs(self, rows: PackedRows, first: int, count: int) -> None:
-        """Keep the logprobs of new tokens, rows `first` ... of a step, if they were requested."""
-        if self._logprobs is not None:
-            self._logprobs.append(rows, first, count)
+    def add_rows(self, step: Mapping[str, StepRows], first: int, count: int) -> None:
+        """Keep the columns of new tokens, rows `first` ... of a step, that the request asks for."""
+        for column in self._columns:
+            rows = step.get(column.name)
+            if rows is not None:
+                column.append(rows, first, count)
 
-    def add_sampling_masks(self, rows: PackedMasks, first: int, count: int) -> None:
-        """Keep what new tokens were drawn from, rows `first` ... of a step, if it was requested."""
-        if self._masks is not None:
-            self._masks.append(rows, first, count)
-
-    def add_prompt_rows(self, start: int, rows: LogprobRows) -> None:
-        """Keep the logprobs that a chunk from position `start` brought, except those kept before a preemption."""
-        if self._prompt_logprobs is None:
+    def collect(self, name: str, start: int, end: int, values: NDArray[Any]) -> None:
+        """Keep what a step brought of a value, by computing the positions from `start` to before `end`."""
+        if name == PROMPT_LOGPROBS:
+            if self.prompt_rows is not None:
+                self.prompt_rows.add(start, values)
             return
-        known = self.next_prompt_row - max(start + 1, self._first_prompt_row)
-        count = len(rows.token_logprobs)
-        assert known >= 0, "a chunk left out prompt logprobs"
-        if count > known:
-            self.scores_are_finite = self.scores_are_finite and not np.isnan(rows.token_logprobs[known:]).any()
-            self._prompt_logprobs.add(rows, known, count)
-            self.next_prompt_row += count - known
-
-    def add_routed_experts(self, end: int, ids: NDArray[Any]) -> None:
-        """Keep the experts of the positions before `end`, as many as there are ids."""
-        if self._routed is None:
-            self._routed = RoutedColumns()
-        self._routed.add(end, ids)
-
-    def restart_prompt_rows(self) -> bool:
-        """The prompt's logprobs come again, from the first one on; whether there are any."""
-        if self._prompt_logprobs is None:
-            return False
-        self._prompt_logprobs = LogprobColumns(self._prompt_logprobs.width, self._prompt_logprobs.mode)
-        self.next_prompt_row = self._first_prompt_row
-        self.scores_are_finite = True
-        return True
-
-    def set_pooled(self, vector: Float32) -> None:
-        self._pooled = vector.astype("<f4").tobytes()
+        collector = self._collectors.get(name)
+        if collector is None:
+            make = value_specs()[name].collect
+            assert make is not None, f"no step brings {name}"
+            collector = self._collectors[name] = make(self._task, self._prompt_len)
+        collector.add(start, end, values)
 
     def spans(self, num_output: int) -> list[tuple[str, str, int, int]]:
         """(weight version, variant's label or "", start, end) of the first `num_output` output positions.  An empty
@@ -180,47 +151,28 @@ class OutputBuffer:
         return [(_name(era.version, era.label), start, end) for era, (start, end) in bounds]
 
     def emit(
-        self,
-        columns: StepColumns,
-        request_id: str,
-        tokens: array[int],
-        finish: Finish | None,
-        cached: int,
-        kv_transfer: dict[str, Any] | None = None,
+        self, columns: StepColumns, request_id: str, tokens: array[int], finish: Finish | None, cached: int
     ) -> None:
         """Add what is unsent to a step's columns."""
-        columns.add(request_id, tokens, self._logprobs, self._next_to_send, self._masks)
+        columns.add(request_id, tokens, self._columns, self._next_to_send)
         self._next_to_send = len(tokens)
         if finish is None and self._sent:
             return
-        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
-        if self.next_prompt_row < self._prompt_len:  # it ended within its prompt: all of them or none
-            prompt_logprobs = None
+        values: dict[str, Any] = {}
+        scores = None if self._sent or self.prompt_rows is None else self.prompt_rows.take()
+        if scores is not None:
+            values[PROMPT_LOGPROBS] = scores
         versions: list[tuple[str, int, int]] = []
         prompt_versions: list[tuple[str, int, int]] = []
         if finish is not None:
             spans = self.spans(len(tokens) - self._prompt_len)
             versions = [(_name(version, label), start, end) for version, label, start, end in spans]
             prompt_versions = self.prompt_spans(self.num_computed)
-        routed = None
-        if finish is not None and self._routed is not None:
-            routed = self._routed.packed(self._routed_start, len(tokens) - 1)
-        columns.set_rare(
-            finish,
-            prompt_logprobs,
-            0 if self._sent else cached,
-            versions,
-            self._pooled,
-            routed,
-            kv_transfer,
-            prompt_versions,
-        )
+            packed = [(name, collector.packed(len(tokens))) for name, collector in self._collectors.items()]
+            values |= self.values | {name: value for name, value in packed if value is not None}
+        columns.set_rare(finish, 0 if self._sent else cached, versions, values, prompt_versions)
         self._sent = True
 
 
 def _name(version: str, label: str) -> str:
     return f"{version}+{label}" if label else version
-
-
-def _width(k: int, limits: Limits) -> int:
-    return limits.vocab_size if k < 0 else k

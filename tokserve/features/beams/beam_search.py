@@ -21,9 +21,11 @@ from tokserve.base.errors import QueueFull, invalid
 from tokserve.client.announcement import RequestAnnouncement
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.inputs import GenerateRequest
-from tokserve.client.outputs import ChoiceOutput, Logprobs, join_logprobs
+from tokserve.client.outputs import ChoiceOutput, Column
 from tokserve.client.request_state import RequestState
 from tokserve.client.stream import collect
+from tokserve.protocol.columns import LOGPROBS, join
+from tokserve.protocol.logprobs import Logprobs
 from tokserve.protocol.messages import Ready
 from tokserve.protocol.params import LogprobsMode, SamplingParams
 from tokserve.protocol.prompt import TokenPrompt, pack_ids
@@ -104,20 +106,20 @@ class Beam:
 
     tokens: tuple[int, ...] = ()
     total: float = 0.0
-    rows: tuple[Logprobs, ...] = ()
+    rows: tuple[Column, ...] = ()
     versions: tuple[str, ...] = ()
     finish_reason: str | None = None
     stop_detail: str | None = None
     message: str | None = None
 
-    def extended(self, token: int, logprob: float, row: Logprobs | None, version: str) -> Beam:
+    def extended(self, token: int, logprob: float, row: Column | None, version: str) -> Beam:
         """The beam with one more token; `row`: the logprobs of its position, to be kept."""
         if row is None:
             return Beam((*self.tokens, token), self.total + logprob, (), (*self.versions, version))
-        rank = int(np.flatnonzero(np.frombuffer(row.top_ids, "<i4") == token)[0]) + 1
-        drawn = Logprobs(
-            np.float32(logprob).tobytes(), np.int32(rank).tobytes(), row.top_ids, row.top_logprobs, row.width, row.mode
-        )
+        pairs = np.frombuffer(row.records, "<i4").reshape(-1, 2).copy()  # of the token, then of the alternatives
+        pairs[0, 0] = np.flatnonzero(pairs[1:, 0] == token)[0] + 1
+        pairs.view(np.float32)[0, 1] = logprob
+        drawn = Column(pairs.tobytes(), row.stride, b"", row.form)
         return Beam((*self.tokens, token), self.total + logprob, (*self.rows, drawn), (*self.versions, version))
 
     def ended(self, reason: str, detail: str | None, message: str | None = None) -> Beam:
@@ -152,13 +154,13 @@ class BeamSearch:
     done: list[Beam] = field(default_factory=list)  # the best `width` so far, best first
     ended: bool = False
 
-    def step(self, rows: Sequence[tuple[Logprobs, str]]) -> None:
+    def step(self, rows: Sequence[tuple[Column, str]]) -> None:
         """Go on by a token.  `rows`: of each live beam, the logprobs of its next token in one row, and the weights'
         version."""
         candidates = []
         for number, (beam, (row, _)) in enumerate(zip(self.live, rows, strict=True)):
-            ids, values = np.frombuffer(row.top_ids, "<i4").tolist(), np.frombuffer(row.top_logprobs, "<f4").tolist()
-            scored = zip(ids, values, strict=True)
+            tops = Logprobs.of(row)
+            scored = zip(tops.top_ids[0].tolist(), tops.top_logprobs[0].tolist(), strict=True)
             candidates += [(-(beam.total + value), number, token, value) for token, value in scored if value > -np.inf]
         candidates.sort()
         kept = [(row if self.keeps_rows else None, version) for row, version in rows]
@@ -297,7 +299,7 @@ class BeamRun:
                 rank,
                 list(beam.tokens),
                 self._text(beam, detokenizer),
-                self._logprobs(beam),
+                self._columns(beam),
                 cached_tokens=self.cached[index],
                 finish_reason=beam.finish_reason,
                 stop_detail=beam.stop_detail,
@@ -316,12 +318,8 @@ class BeamRun:
             tokens = tokens[:-1]
         return detokenizer().push(tokens, final=True)[0]
 
-    def _logprobs(self, beam: Beam) -> Logprobs | None:
+    def _columns(self, beam: Beam) -> dict[str, Column]:
         top = self.params.logprobs
         if top is None or not beam.rows:
-            return None
-        cut = [
-            Logprobs(row.token_logprobs, row.ranks, row.top_ids[: 4 * top], row.top_logprobs[: 4 * top], top, row.mode)
-            for row in beam.rows
-        ]
-        return join_logprobs(cut)
+            return {}
+        return {LOGPROBS: join([Logprobs.of(row).column(top) for row in beam.rows])}

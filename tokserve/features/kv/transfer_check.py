@@ -6,7 +6,10 @@ from typing import NoReturn
 
 from tokserve.base.errors import RequestError
 from tokserve.config import KVTransferPlan
+from tokserve.protocol.columns import ValueSpec
 from tokserve.protocol.kv_transfer import FIELD, KVTransferParams
+
+SPECS = (ValueSpec("kv_transfer"),)  # what another server needs to go on with a request, in vLLM's words
 
 
 def check_transfer(params: KVTransferParams, plan: KVTransferPlan | None, max_blocks: int) -> None:

@@ -212,7 +212,7 @@ class Transfers:
 
     def _reply(self, request: Request, blocks: list[int], expiry: float | None, **place: Any) -> None:
         """What the reply carries, for the other server's request."""
-        request.kv_transfer_reply = {
+        request.output.values["kv_transfer"] = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_block_ids": [blocks],

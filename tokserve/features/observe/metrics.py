@@ -187,8 +187,8 @@ class Metrics(Collector, Observer):
             self._aborts.add(completion.stop_detail or "abort_user")
         self.prompt_length.observe(prompt_tokens)
         self.output_length.observe(output_tokens)
-        if completion.sampling_mask_truncated:
-            self._truncated_masks.add(0, completion.sampling_mask_truncated)
+        if truncated := completion.counts.get("sampling_masks"):
+            self._truncated_masks.add(0, truncated)
         queued, first, total = completion.times
         self.latency.observe(total)
         if not first:

@@ -36,6 +36,7 @@ from tokserve.features.chat.prompts import ParsedPrompt, Prompt, Tokenization, t
 from tokserve.features.lora.lora_requests import AdapterChoice, LoRARequest, adapter_name, each_adapter
 from tokserve.features.offline.blocking import BlockingControl
 from tokserve.features.offline.conversations import Conversations, Messages, check_settings
+from tokserve.features.pooling.columns import packed_vector
 from tokserve.features.pooling.pooled_outputs import pooler_of
 from tokserve.features.pooling.pooling_methods import PoolingMethods
 from tokserve.protocol.messages import Ready, StepStats
@@ -304,7 +305,7 @@ class LLM(PoolingMethods, BlockingControl):
         streams = await self._open(parsed, [task] * len(parsed), adapters, [0] * len(parsed), text=False)
         for prompt, stream in zip(parsed, streams, strict=True):
             delta = await anext(stream)
-            if not delta.pooled:
+            if not packed_vector(delta):
                 raise RequestError(delta.message or f"a request ended without a vector ({delta.stop_detail})")
             ended.append((prompt, stream, delta))
             bar.update(1)

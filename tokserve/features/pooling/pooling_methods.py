@@ -29,6 +29,7 @@ from tokserve.features.chat.prompts import (
     read,
     tokenization,
 )
+from tokserve.features.pooling.columns import packed_vector
 from tokserve.features.pooling.pairs import PairPrompts, Side, check_scores_pairs, counterparts, similarity
 from tokserve.features.pooling.pooled_outputs import TASKS, LabelRules, PoolingRules, VectorRules, rules_for
 from tokserve.features.pooling.pooling_params import PoolingParams, each_pooling
@@ -92,7 +93,7 @@ class PoolingMethods(ABC):
             normalize=normalize,
         )
         vectors = [
-            EmbeddingOutput(rules.finish(one[2].pooled, params.dimensions, params.activates).tolist())
+            EmbeddingOutput(rules.finish(packed_vector(one[2]), params.dimensions, params.activates).tolist())
             for params, one in zip(per_prompt, ended, strict=True)
         ]
         return _outputs(EmbeddingRequestOutput, ended, vectors)
@@ -114,7 +115,7 @@ class PoolingMethods(ABC):
             prompts, rules, pooling_params, tokenization_kwargs, lora_request, use_tqdm, use_activation=use_activation
         )
         classes = [
-            ClassificationOutput(rules.finish(one[2].pooled, params.activates).tolist())
+            ClassificationOutput(rules.finish(packed_vector(one[2]), params.activates).tolist())
             for params, one in zip(per_prompt, ended, strict=True)
         ]
         return _outputs(ClassificationRequestOutput, ended, classes)
@@ -142,12 +143,13 @@ class PoolingMethods(ABC):
         if isinstance(rules, VectorRules):
             hidden = self.ready.facts["hidden_size"]
             rows = [
-                rules.finish(one[2].pooled, params.dimensions, params.activates, hidden)
+                rules.finish(packed_vector(one[2]), params.dimensions, params.activates, hidden)
                 for params, one in zip(per_prompt, ended, strict=True)
             ]
         else:
             rows = [
-                rules.finish(one[2].pooled, params.activates) for params, one in zip(per_prompt, ended, strict=True)
+                rules.finish(packed_vector(one[2]), params.activates)
+                for params, one in zip(per_prompt, ended, strict=True)
             ]
         return _outputs(PoolingRequestOutput, ended, map(PoolingOutput, rows))
 
@@ -217,7 +219,7 @@ class PoolingMethods(ABC):
         if isinstance(rules, VectorRules):
             parsed = [self._short(read(one, self.tokenizer, how), how, rules) for one in (*first, *second)]
             ended = self._pool(parsed, rules.params, lora_request, use_tqdm)
-            vectors = [rules.finish(delta.pooled) for _, _, delta in ended]
+            vectors = [rules.finish(packed_vector(delta)) for _, _, delta in ended]
             return [
                 _score(similarity(vectors[a], vectors[len(first) + b]), ended[a], ended[len(first) + b])
                 for a, b in pairs
@@ -226,7 +228,7 @@ class PoolingMethods(ABC):
         joined_ids = [prompts.pair(_side(first[a]), _side(second[b]), instruction) for a, b in pairs]
         joined = [self._short(ParsedPrompt(ids, second=start), how, rules) for ids, start in joined_ids]
         ended = self._pool(joined, rules.params, lora_request, use_tqdm)
-        return [_score(float(rules.finish(one[2].pooled, use_activation)[0]), one) for one in ended]
+        return [_score(float(rules.finish(packed_vector(one[2]), use_activation)[0]), one) for one in ended]
 
     def _read(self, prompts: Prompt | Sequence[Prompt], how: Tokenization = AS_USUAL) -> list[ParsedPrompt]:
         return [read(prompt, self.tokenizer, how) for prompt in as_list(prompts)]

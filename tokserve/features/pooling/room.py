@@ -8,4 +8,5 @@ ROOM = Room(
     endpoints="tokserve.features.pooling.routes.table:ENDPOINTS",
     engine="tokserve.features.pooling.engine:PairedTexts",
     runner="tokserve.features.pooling.vectors:make",
+    columns="tokserve.features.pooling.columns:SPECS",
 )

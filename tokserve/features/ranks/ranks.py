@@ -98,9 +98,7 @@ class Ranks:
         assert self.world is not None
         received = self.world.broadcast(torch.empty(2, count, dtype=torch.int32), self.sampling_rank)
         ids, status = received.numpy()
-        return ReceivedSample(
-            SampledTokens(ids, status.astype(np.uint8), None), received[0].long().to(self.world.device)
-        )
+        return ReceivedSample(SampledTokens(ids, status.astype(np.uint8)), received[0].long().to(self.world.device))
 
 
 ONE = Ranks()

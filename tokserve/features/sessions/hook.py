@@ -15,11 +15,13 @@ import numpy as np
 from starlette.requests import Request
 
 from tokserve.client.outputs import ChoiceOutput, merge
+from tokserve.families.mixtures.columns import NAME as EXPERTS
 from tokserve.features.chat.conversation_hooks import ChatConversation, ReturnedMessage
 from tokserve.features.chat.templates.histories import is_continued as is_continued_by_mark
 from tokserve.features.chat.templates.suffix import NotContinued, Suffixes
 from tokserve.features.chat.text_context import TextContext
 from tokserve.features.images.parts import UnreadImage
+from tokserve.features.masks.columns import NAME as MASKS
 from tokserve.features.sessions import planning
 from tokserve.features.sessions.access import Sessions, owner_of, sessions_of
 from tokserve.features.sessions.calls import AddTurn, BeginRequest, EndRequest, FindTurn
@@ -27,6 +29,8 @@ from tokserve.features.sessions.canonical import PromptContext, chain, content_t
 from tokserve.features.sessions.options import AGENT_HEADERS, SessionOptions
 from tokserve.features.sessions.store import FIRST, check_id
 from tokserve.features.sessions.turns import Match, TurnAnswer, TurnPrompt
+from tokserve.protocol.columns import LOGPROBS
+from tokserve.protocol.logprobs import Logprobs
 from tokserve.protocol.prompt import TokenPrompt, pack_ids
 from tokserve.server.generation import Generation
 from tokserve.server.http.workers import off_loop
@@ -189,7 +193,7 @@ class RunningTurn:
         if delta.finish_reason is not None:
             self._add(merge(self._parts.pop(delta.index))[0])
         if not self._conversation.keeps_logprobs:
-            delta.logprobs = None
+            delta.columns = {name: column for name, column in delta.columns.items() if name != LOGPROBS}
         return delta
 
     def _end(self) -> None:
@@ -220,7 +224,7 @@ class RunningTurn:
         )
 
     def _answer(self, choice: ChoiceOutput) -> TurnAnswer:
-        columns, masks, experts = choice.logprobs, choice.sampling_masks, choice.routed_experts
+        scores, masks, experts = choice.logprobs, choice.columns.get(MASKS), choice.values.get(EXPERTS)
         npy, message = io.BytesIO(), self._message(choice)
         if self._begun:  # clients join both
             message["content"] = self._begun + message["content"]
@@ -228,8 +232,8 @@ class RunningTurn:
             np.save(npy, experts, allow_pickle=False)
         return TurnAnswer(
             token_ids=pack_ids(choice.token_ids),
-            token_logprobs=b"" if columns is None else bytes(columns.token_logprobs),
-            mode="" if columns is None else columns.mode,
+            token_logprobs=b"" if scores is None else Logprobs.of(scores).token_logprobs.tobytes(),
+            mode="" if scores is None else scores.form,
             finish_reason=choice.finish_reason or "",
             stop_detail=choice.stop_detail,
             seed=self._generation.seed + choice.index,
@@ -237,8 +241,8 @@ class RunningTurn:
             prompt_weight_versions=choice.prompt_weight_versions,
             message=message,
             request_id=self._generation.request_id,
-            mask_rows=None if masks is None else bytes(masks.rows),
-            mask_ids=b"" if masks is None else bytes(masks.ids),
+            mask_rows=None if masks is None else masks.records,
+            mask_ids=b"" if masks is None else masks.items,
             routed_experts=None if experts is None else npy.getvalue(),
         )
 

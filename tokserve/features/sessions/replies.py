@@ -9,11 +9,12 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
+from tokserve.features.masks.columns import FORM
+from tokserve.features.masks.reply import MaskWriter
 from tokserve.features.sessions.turns import Span, StoredTurn
-from tokserve.protocol.messages import SamplingMasks
+from tokserve.protocol.columns import Column
 from tokserve.server.replies.logprobs import clamped
 from tokserve.server.replies.reply_fields import WeightVersion
-from tokserve.server.replies.sampling_masks import Form, mask_of
 
 Format = Literal["arrays", "base64"]
 Shared = Literal["once", "all"]
@@ -103,11 +104,9 @@ def tree_turn(turn: StoredTurn, form: Format, *, with_messages: bool) -> TreeTur
         metadata=turn.metadata,
     )
     if answer.mask_rows is not None:
-        masks = SamplingMasks(answer.mask_rows, answer.mask_ids)
-        mask_form: Form = "arrays" if form == "arrays" else "packed"
-        reply.sampling_mask = mask_of(masks, mask_form)
-        reply.sampling_logprobs = _floats(masks.logprobs.tobytes(), form)
-        reply.kept_logprob = _floats(masks.kept_logprobs.tobytes(), form)
+        column = Column(answer.mask_rows, FORM.stride, answer.mask_ids)
+        for name, value in MaskWriter().tokens(column, form).items():
+            setattr(reply, name, value)
     if answer.routed_experts is not None:
         reply.routed_experts = answer.routed_experts
     if with_messages:

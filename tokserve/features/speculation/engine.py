@@ -6,12 +6,11 @@ from collections.abc import Collection, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-import msgspec
-
 from tokserve.engine.features import EngineContext
 from tokserve.engine.hooks import EngineFeature
 from tokserve.engine.plan_builder import InFlightStep, PlanBuilder, ScheduledRow
 from tokserve.engine.request import Request, State
+from tokserve.features.speculation.columns import DRAFTS
 from tokserve.features.speculation.draft_counters import DraftCounters
 from tokserve.features.speculation.draft_log import DraftLog
 from tokserve.features.speculation.draft_state import Corpus, DraftState
@@ -51,8 +50,8 @@ class DraftReports(EngineFeature):
         follower, counts = self._followers.pop(request, None), self._counts(request)
         if follower is not None:
             counts = counts._replace(predicted=follower.num_hits)
-        if counts != DraftCounts() and request.finish is not None:
-            request.finish = msgspec.structs.replace(request.finish, drafts=counts)
+        if counts != DraftCounts():
+            request.output.values[DRAFTS] = counts
 
     def _counts(self, request: Request) -> DraftCounts:
         """What was drafted for a request that has ended."""

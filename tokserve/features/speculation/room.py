@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from tokserve.base.rooms import Room
 
-ROOM = Room(engine="tokserve.features.speculation.engine:make")
+ROOM = Room(engine="tokserve.features.speculation.engine:make", columns="tokserve.features.speculation.columns:SPECS")

@@ -1,6 +1,6 @@
 """Renders columns of logprobs in the formats of the routes.
 
-The engine's columns (`Logprobs`) stay columns in the formats "arrays" and "base64".  The format "objects" and OpenAI's
+The engine's columns stay columns in the formats "arrays" and "base64".  The format "objects" and OpenAI's
 formats take a struct per token and alternative, and cost more.  In these and in "arrays" no value is below `FLOOR`:
 JSON has no -inf, and clients expect this number.  Packed columns are exact.
 """
@@ -14,12 +14,14 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tokserve.client.outputs import Logprobs
+from tokserve.client.outputs import Column
+from tokserve.protocol.logprobs import Logprobs, stride_of, width_of
 from tokserve.server.replies.reply_parts import PartEncoder, encode_list
 from tokserve.text.token_texts import LOOKBACK, TokenTexts
 from tokserve.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
+NO_ROWS = Column(b"", stride_of(0))  # logprobs of no tokens
 FLOOR = -9999.0  # the logprob of probability zero in JSON
 T = TypeVar("T")
 Named = Callable[[int], str]
@@ -235,20 +237,22 @@ class PackedLogprobs(msgspec.Struct):
     start: int | UnsetType = UNSET
 
 
-def num_rows(columns: Logprobs) -> int:
-    return len(columns.token_logprobs) // 4
-
-
-def rows(columns: Logprobs) -> Iterator[Row]:
+def rows(columns: Column) -> Iterator[Row]:
     """The columns token by token, with nothing below `FLOOR`."""
-    width = columns.width
-    ids = memoryview(columns.top_ids).cast("i").tolist()
-    values = clamped(columns.top_logprobs)
-    logprobs = clamped(columns.token_logprobs)
-    ranks = memoryview(columns.ranks).cast("i").tolist()
-    ends = range(width, width * len(logprobs) + width, width) if width else [0] * len(logprobs)
-    for logprob, rank, end in zip(logprobs, ranks, ends, strict=True):
-        yield logprob, rank, ids[end - width : end], values[end - width : end]
+    ints, values = _pairs(columns)
+    size = 1 + width_of(columns)
+    if size == 1:
+        for value, rank in zip(values, ints, strict=True):
+            yield value, rank, [], []
+        return
+    for value, rank, end in zip(values[::size], ints[::size], range(size, len(ints) + size, size), strict=True):
+        yield value, rank, ints[end - size + 1 : end], values[end - size + 1 : end]
+
+
+def _pairs(columns: Column) -> tuple[list[int], list[float]]:
+    """All pairs of the records, their integers and their numbers."""
+    records = memoryview(columns.records)
+    return records.cast("i")[::2].tolist(), _floored(records.cast("f")[1::2].tolist())  # type: ignore[arg-type]
 
 
 def alternatives(row: Row, token_id: int, top: int) -> Iterator[tuple[int, float, int | None]]:
@@ -266,37 +270,44 @@ def alternatives(row: Row, token_id: int, top: int) -> Iterator[tuple[int, float
             yield other, value, None
 
 
-def packed(columns: Logprobs, start: int | UnsetType = UNSET) -> PackedLogprobs:
-    shape = (num_rows(columns), columns.width)
-    c = columns
-    return PackedLogprobs(c.token_logprobs, c.ranks, c.top_ids, c.top_logprobs, shape, c.mode, start)
-
-
-def arrays(columns: Logprobs, start: int | UnsetType = UNSET) -> LogprobArrays:
-    logprobs = clamped(columns.token_logprobs)
-    ranks: list[int] = memoryview(columns.ranks).cast("i").tolist()
-    if not columns.width:
-        none: list[Any] = [[]] * len(logprobs)
-        return LogprobArrays(logprobs, ranks, none, none, columns.mode, start)
-    ids: list[int] = memoryview(columns.top_ids).cast("i").tolist()
-    values = clamped(columns.top_logprobs)
-    return LogprobArrays(
-        logprobs, ranks, _table(ids, columns.width), _table(values, columns.width), columns.mode, start
+def packed(columns: Column, start: int | UnsetType = UNSET) -> PackedLogprobs:
+    c = Logprobs.of(columns)
+    return PackedLogprobs(
+        c.token_logprobs.tobytes(),
+        c.ranks.tobytes(),
+        c.top_ids.tobytes(),
+        c.top_logprobs.tobytes(),
+        (columns.num_rows, c.width),
+        c.mode,
+        start,
     )
 
 
-def _table(values: list[T], width: int) -> list[list[T]]:
-    """A column of all alternatives as a list per token."""
-    return [values[i : i + width] for i in range(0, len(values), width)]
+def arrays(columns: Column, start: int | UnsetType = UNSET) -> LogprobArrays:
+    ints, values = _pairs(columns)
+    size = 1 + width_of(columns)
+    if size == 1:
+        none: list[Any] = [[]] * len(ints)
+        return LogprobArrays(values, ints, none, none, columns.form, start)
+    ids, tops = _tops(ints, size), _tops(values, size)
+    return LogprobArrays(values[::size], ints[::size], ids, tops, columns.form, start)
+
+
+def _tops(values: list[T], size: int) -> list[list[T]]:
+    """The alternatives' part of all tokens' `size` pairs, as a list per token."""
+    return [values[i + 1 : i + size] for i in range(0, len(values), size)]
 
 
 def clamped(column: bytes) -> list[float]:
     """A float32 column as numbers that JSON can represent."""
-    values: list[float] = memoryview(column).cast("f").tolist()  # type: ignore[assignment]
+    return _floored(memoryview(column).cast("f").tolist())  # type: ignore[arg-type]
+
+
+def _floored(values: list[float]) -> list[float]:
     return [max(FLOOR, value) for value in values] if values and min(values) < FLOOR else values
 
 
-def objects(columns: Logprobs, token_ids: Sequence[int], top: int, spelling: Spelling | None = None) -> LogprobObjects:
+def objects(columns: Column, token_ids: Sequence[int], top: int, spelling: Spelling | None = None) -> LogprobObjects:
     """An entry per token, with the token as the first alternative.  Without `spelling` tokens are named by ids."""
     entries = []
     for token_id, row in zip(token_ids, rows(columns), strict=True):
@@ -315,7 +326,7 @@ def _alternative(token_id: int, logprob: float, rank: int | None, spelling: Spel
 
 
 def prompt_objects(
-    columns: Logprobs, prompt_ids: Sequence[int], start: int, top: int, texts: TokenTexts | None = None
+    columns: Column, prompt_ids: Sequence[int], start: int, top: int, texts: TokenTexts | None = None
 ) -> list[dict[str, PromptLogprob] | None]:
     """[null, {"<id>": {"logprob", "rank", "decoded_token"}}, ...]: an entry per prompt token, its own id first.
 
@@ -327,7 +338,7 @@ def prompt_objects(
 
 
 def _scores(
-    columns: Logprobs, prompt_ids: Sequence[int], places: range, top: int, texts: TokenTexts | None
+    columns: Column, prompt_ids: Sequence[int], places: range, top: int, texts: TokenTexts | None
 ) -> list[dict[str, PromptLogprob] | None]:
     """The entries of the prompt's tokens at these places."""
     entries: list[dict[str, PromptLogprob] | None] = []
@@ -341,13 +352,13 @@ def _scores(
     return entries
 
 
-def _first(columns: Logprobs, prompt_ids: Sequence[int], start: int) -> int:
+def _first(columns: Column, prompt_ids: Sequence[int], start: int) -> int:
     """The index of the first prompt token with an entry."""
-    return min(max(1, start), len(prompt_ids)) if columns.ranks else len(prompt_ids)
+    return min(max(1, start), len(prompt_ids)) if columns.records else len(prompt_ids)
 
 
 def prompt_objects_encoder(
-    columns: Logprobs, prompt_ids: Sequence[int], start: int, top: int, texts: TokenTexts | None = None
+    columns: Column, prompt_ids: Sequence[int], start: int, top: int, texts: TokenTexts | None = None
 ) -> PartEncoder:
     first = _first(columns, prompt_ids, start)
 
@@ -360,19 +371,19 @@ def prompt_objects_encoder(
 
 
 def objects_encoder(
-    columns: Logprobs, token_ids: Sequence[int], top: int, spelling: Spelling | None = None
+    columns: Column, token_ids: Sequence[int], top: int, spelling: Spelling | None = None
 ) -> PartEncoder:
     def make(begin: int, end: int) -> list[TokenLogprob]:
         return objects(columns.part(begin, end), token_ids[begin:end], top, spelling).content
 
-    return lambda: _content(encode_list(len(token_ids), columns.width, make))
+    return lambda: _content(encode_list(len(token_ids), width_of(columns), make))
 
 
-def content_encoder(columns: Logprobs, token_ids: Sequence[int], spelling: Spelling) -> PartEncoder:
+def content_encoder(columns: Column, token_ids: Sequence[int], spelling: Spelling) -> PartEncoder:
     def make(begin: int, end: int) -> list[ChatLogprob]:
         return content(columns.part(begin, end), token_ids[begin:end], spelling).content
 
-    return lambda: _content(encode_list(len(token_ids), columns.width, make))
+    return lambda: _content(encode_list(len(token_ids), width_of(columns), make))
 
 
 def _content(entries: Iterator[bytes]) -> Iterator[bytes]:
@@ -381,7 +392,7 @@ def _content(entries: Iterator[bytes]) -> Iterator[bytes]:
     yield b"}"
 
 
-def content(columns: Logprobs, token_ids: Sequence[int], spelling: Spelling) -> ChatLogprobs:
+def content(columns: Column, token_ids: Sequence[int], spelling: Spelling) -> ChatLogprobs:
     """The logprobs of a chat choice: the top alternatives (with the token if it is one), then logprob_token_ids."""
     entries = []
     names, bytes_of = spelling.names, spelling.bytes
@@ -401,7 +412,7 @@ class TextLogprobs(msgspec.Struct):
 
     def add(
         self,
-        columns: Logprobs | None,
+        columns: Column | None,
         token_ids: Sequence[int],
         spelling: Spelling,
         offset: TextOffset,

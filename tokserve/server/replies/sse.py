@@ -21,16 +21,15 @@ from tokserve.server.generation import Generation
 from tokserve.server.http import body, errors, workers
 from tokserve.server.http.disconnect import CancelOnDisconnect, ClientDisconnected
 from tokserve.server.http.protocol import STALLED, WRITE
-from tokserve.server.replies import sampling_masks
 from tokserve.server.replies.reply_parts import DeferredParts, PartedResponse
 
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 CLIENT_FAULTS = ("forbidden", "grammar_limit")  # stop details of errors caused by the request's parameters
-LARGE = 1 << 13  # bytes of logprobs that take milliseconds to render
-PARTED = 1 << 15  # bytes of the logprobs of a whole reply that is sent while it is rendered
-REPEATED = 1 << 20  # bytes of a stream's logprobs that take milliseconds to render if the last events repeat them
+LARGE = 1 << 14  # bytes of columns that take milliseconds to render
+PARTED = 1 << 16  # bytes of the columns of a whole reply that is sent while it is rendered
+REPEATED = 1 << 21  # bytes of a stream's columns that take milliseconds to render if the last events repeat them
 PATIENCE = 0.25  # seconds of a blocked connection after which the request is stalled
 KEEP_ALIVE = b": keep-alive\n\n"
 # no proxy keeps events until the stream ends (nginx, and others that know its header), no cache stores them
@@ -109,9 +108,12 @@ async def respond(
 
 
 def columns_size(completion: ChoiceOutput) -> int:
-    both = (completion.logprobs, completion.prompt_logprobs)
-    size = sum(len(columns.token_logprobs) + len(columns.top_logprobs) for columns in both if columns is not None)
-    return size + sampling_masks.num_bytes(completion.sampling_masks)
+    """The bytes of the values of tokens, which are most of a large reply."""
+    if not (completion.columns or completion.values):
+        return 0
+    size = sum([column.num_bytes for column in completion.columns.values()])
+    scores = completion.prompt_logprobs
+    return size if scores is None else size + scores.num_bytes
 
 
 async def collect(generation: Generation, request: Request) -> list[ChoiceOutput]:

@@ -18,10 +18,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.base.errors import RequestError
-from tokserve.client.outputs import ChoiceOutput, Logprobs
+from tokserve.client.outputs import ChoiceOutput, Column
 from tokserve.features.grammar import structured
 from tokserve.features.images import request_images
 from tokserve.features.speculation.draft_metrics import ReplyMetrics
+from tokserve.protocol.logprobs import stride_of, width_of
 from tokserve.protocol.params import (
     Count,
     RepetitionDetection,
@@ -36,17 +37,10 @@ from tokserve.server.http import declared, errors
 from tokserve.server.http.body import decode, encode_json, is_msgpack, malformed, wants_msgpack, without_mark
 from tokserve.server.http.body_reader import free_at_end
 from tokserve.server.http.workers import off_loop
-from tokserve.server.replies import logprobs, reply_size, sampling_masks, sse
-from tokserve.server.replies.reply_fields import (
-    StopDetail,
-    WeightVersion,
-    npy,
-    prompt_versions,
-    routed_experts,
-    versions,
-)
+from tokserve.server.replies import fields, logprobs, reply_size, sse
+from tokserve.server.replies.fields import ColumnFields
+from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, prompt_versions, versions
 from tokserve.server.replies.reply_parts import DeferredParts, single_part
-from tokserve.server.replies.sampling_masks import MaskFields
 from tokserve.server.serving import FieldPaths, Serving
 
 ID_PREFIX = "generate-tokens-"
@@ -118,7 +112,7 @@ class PackedGenerateBody(_Generate, kw_only=True):
 AnyBody = GenerateBody | PackedGenerateBody
 
 
-class GenerateChoice(MaskFields):
+class GenerateChoice(ColumnFields):
     """A choice, or a delta of one."""
 
     index: int
@@ -130,7 +124,6 @@ class GenerateChoice(MaskFields):
     prompt_weight_versions: list[WeightVersion] | UnsetType = UNSET
     stop_detail: StopDetail | UnsetType = UNSET
     text: str | Raw | UnsetType | None = UNSET
-    routed_experts: Any = UNSET  # an npy file: base64, in msgpack bytes
 
 
 class PlaceholderRange(msgspec.Struct):
@@ -300,15 +293,15 @@ async def generate_tokens(serving: Serving, request: Request) -> Response:
     sse.check_format(body.stream, wants_msgpack(request))
     await serving.find_model(body.model)
     generate = serving.request_of(request, body, params, text=body.output_mode == "text")
-    ids, fields = prompt_of(body)
+    ids, paths = prompt_of(body)
     prompt: Sequence[int] | bytes | TokenPrompt = ids
     if body.content_parts is not None or body.features is not None:
         salt = generate.options.cache_salt or ""
         prompt = await request_images.prompt_with_images(
-            serving, request, body.content_parts, body.features, ids, fields.prompt, salt
+            serving, request, body.content_parts, body.features, ids, paths.prompt, salt
         )
     entry_bytes = reply_size.OBJECT_BYTES if body.logprobs_format in (None, "objects") else reply_size.COLUMN_BYTES
-    generation = await serving.start(request, generate, [prompt], fields, entry_bytes=entry_bytes)
+    generation = await serving.start(request, generate, [prompt], paths, entry_bytes=entry_bytes)
     body.token_ids, body.token_ids_b64, body.sampling_params = None, None, UNSET  # what would keep the body
     body.features, expands = None, body.content_parts is not None
     body.content_parts = None
@@ -351,11 +344,11 @@ class _Render:
         self._frames: dict[int, list[bytes]] = {}  # by choice
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         # a delta without tokens has no columns, and a client who requested logprobs gets empty lists
-        self._no_rows = Logprobs(mode=params.computed_mode(serving.config.model.logprobs_mode))
-        self._has_masks = serving.has_masks(params)
-        self._mask_form: sampling_masks.Form = (
-            "lists" if self._format == "objects" else "packed" if packed or self._format == "base64" else "arrays"
-        )
+        self._no_rows = Column(b"", stride_of(0), b"", params.computed_mode(serving.config.model.logprobs_mode))
+        self._columns = serving.columns_of(params)
+        self._form: fields.Form = "lists" if self._format == "objects" else self._format
+        if packed:
+            self._form = "packed"
         self._scores_due = params.prompt_logprobs is not None
 
     def _choice(self, c: ChoiceOutput, parts: DeferredParts | None = None) -> GenerateChoice:
@@ -369,34 +362,32 @@ class _Render:
             prompt_versions(c) if len(c.prompt_weight_versions) > 1 else UNSET,
             UNSET if c.finish_reason is None else StopDetail(c.stop_detail, c.message),
             c.text or "" if self._text else UNSET,
-            routed_experts(c),
         )
-        if self._packed and c.routed_experts is not None:
-            choice.routed_experts = npy(c.routed_experts)
-        if self._has_masks:
-            sampling_masks.add(choice, c, self._mask_form, parts)
+        fields.write_tokens(choice, c, self._columns, self._form, parts)
+        if c.finish_reason is not None:
+            fields.write_end(choice, c, self._columns, self._form)
         return choice
 
     def _ids(self, ids: list[int]) -> list[int] | bytes:
         return array("i", ids).tobytes() if self._packed else ids
 
-    def _logprobs(self, columns: Logprobs, ids: list[int], parts: DeferredParts | None = None) -> Any:
+    def _logprobs(self, columns: Column, ids: list[int], parts: DeferredParts | None = None) -> Any:
         if self._format == "objects":
-            top = columns.width - len(self._params.logprob_token_ids or ())
+            top = width_of(columns) - len(self._params.logprob_token_ids or ())
             if parts is not None:
                 return parts.defer(logprobs.objects_encoder(columns, ids, top, self._spelling))
             return logprobs.objects(columns, ids, top, self._spelling)
         make = logprobs.packed if self._packed or self._format == "base64" else logprobs.arrays
         return make(columns) if parts is None else parts.defer(single_part(lambda: make(columns)))
 
-    def _prompt_logprobs(self, columns: Logprobs | None, parts: DeferredParts | None = None) -> Any:
+    def _prompt_logprobs(self, columns: Column | None, parts: DeferredParts | None = None) -> Any:
         """The prompt's logprobs in the requested format.  There are no columns for a prompt of one token, nor for one
         that was never computed."""
         first = max(1, self._params.prompt_logprobs_start)
         columns = columns or self._no_rows
         if self._format == "objects":
             texts = self._serving.tokenizer.token_texts if self._text else None
-            args = (columns, self._generation.prompt_ids(), first, columns.width, texts)
+            args = (columns, self._generation.prompt_ids(), first, width_of(columns), texts)
             if parts is not None:
                 return parts.defer(logprobs.prompt_objects_encoder(*args))
             return logprobs.prompt_objects(*args)
@@ -438,23 +429,24 @@ class _Render:
         event = frame[0] + encode_json(delta.token_ids)
         if self._has_logprobs:
             event += frame[1] + encode_json(self._logprobs(delta.logprobs or self._no_rows, delta.token_ids))
-        text_at = -5 if self._has_masks else -2
+        place = 2 if self._has_logprobs else 1
         if self._text:
-            event += frame[text_at] + encode_json(delta.text or "")
-        if self._has_masks:
-            masks, form = delta.sampling_masks or sampling_masks.NO_MASKS, self._mask_form
-            event += frame[-4] + encode_json(sampling_masks.mask_of(masks, form))
-            event += frame[-3] + encode_json(sampling_masks.logprobs_of(masks.logprobs, form))
-            event += frame[-2] + encode_json(sampling_masks.logprobs_of(masks.kept_logprobs, form))
+            event += frame[place] + encode_json(delta.text or "")
+            place += 1
+        for name in self._columns:
+            for value in fields.writers()[name].tokens(delta.columns.get(name), self._form).values():
+                event += frame[place] + encode_json(value)
+                place += 1
         return event + frame[-1]
 
     def _frame(self, index: int) -> list[bytes]:
         """The constant parts of an event: around the token ids and, if these are wanted, the logprobs, the text, and
-        the three fields of the sampling masks."""
+        the fields of columns."""
         logprobs, text = HOLE if self._has_logprobs else None, HOLE if self._text else UNSET
         choice = GenerateChoice(index, HOLE, None, None, logprobs, text=text)
-        if self._has_masks:
-            choice.sampling_mask = choice.sampling_logprobs = choice.kept_logprob = HOLE
+        for name in self._columns:
+            for field in fields.writers()[name].of_tokens:
+                setattr(choice, field, HOLE)
         chunk = GenerateChunk(self._id, [choice], None if self._usage else UNSET)
         return sse.event(encode_json(chunk)).split(HOLE)
 
@@ -468,8 +460,8 @@ class _Render:
             if self._echo:
                 chunk.prompt_token_ids = self._generation.prompt_ids()
             chunk.mm_placeholders = self._places
-        if delta.kv_transfer is not None:
-            chunk.kv_transfer_params = delta.kv_transfer
+        if "kv_transfer" in delta.values:
+            chunk.kv_transfer_params = delta.values["kv_transfer"]
         if self._scores_due and (delta.prompt_logprobs or self._generation.ended):
             self._scores_due = False
             chunk.prompt_logprobs = self._prompt_logprobs(delta.prompt_logprobs)

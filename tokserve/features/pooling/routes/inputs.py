@@ -15,6 +15,7 @@ from tokserve.dialects.openai import schemas
 from tokserve.dialects.openai.completions import parse_prompts, tokenized
 from tokserve.features.chat.prompts import Side, cut
 from tokserve.features.chat.text_context import TextContext
+from tokserve.features.pooling.columns import packed_vector
 from tokserve.features.pooling.pooled_outputs import LabelRules, PoolingRules, VectorRules
 from tokserve.features.pooling.server_pooling import ServerPooling
 from tokserve.protocol.params import PoolingParams
@@ -217,7 +218,7 @@ async def pool(
         try:
             choices = sorted(await sse.collect(generation, request), key=lambda choice: choice.index)
             for choice in choices:
-                if not choice.pooled:
+                if not packed_vector(choice):
                     message, detail = f"the request ended without a vector ({choice.stop_detail})", choice.stop_detail
                     again = detail in ("abort_pause", "abort_quarantine", "shutdown")  # not the client's doing
                     raise Overloaded(message, code=detail) if again else RequestError(message, code=detail)
@@ -226,7 +227,7 @@ async def pool(
                 tokens = generation.usage().prompt_tokens
                 return PooledPrompts(
                     generation.key,
-                    [choice.pooled for choice in choices],
+                    [packed_vector(choice) for choice in choices],
                     PoolingUsage(tokens, tokens),
                     headers,
                     versions.pop(),

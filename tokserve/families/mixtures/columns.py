@@ -1,0 +1,72 @@
+"""The experts chosen for each position of prompt and output, as a value that is sent with the request's end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tokserve.protocol.columns import Task, ValueSpec
+from tokserve.protocol.params import SamplingParams
+
+if TYPE_CHECKING:
+    from tokserve.client.outputs import ChoiceOutput
+
+NAME = "routed_experts"
+
+
+class RoutedExperts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The experts chosen for positions `start`, start + 1, ... of prompt and output.  `ids`: [n, layers, chosen] of
+    `item` bytes each, little-endian; zeros in layers without experts."""
+
+    ids: bytes
+    start: int
+    layers: int
+    chosen: int
+    item: int
+
+    def array(self, end: int) -> NDArray[Any]:
+        """The ids of positions before `end`."""
+        ids = np.frombuffer(self.ids, f"<u{self.item}").reshape(-1, self.layers, self.chosen)
+        return ids[: max(0, end - self.start)]
+
+
+class RoutedCollector:
+    """The experts chosen for a request's positions, from the first one on."""
+
+    def __init__(self, task: Task, prompt_len: int) -> None:
+        start = task.routed_experts_prompt_start if isinstance(task, SamplingParams) else 0
+        self._start = min(start, prompt_len)
+        self._ids = bytearray()
+        self._shape, self._item = (0, 0), 1
+
+    def add(self, start: int, end: int, values: NDArray[Any]) -> None:
+        """Put in the experts of the last positions before `end`, [n, layers, chosen], in place of what is known from
+        there on: after a preemption, or where drafts were rejected."""
+        self._shape, self._item = (values.shape[1], values.shape[2]), values.itemsize
+        first = (end - len(values)) * values[0].nbytes
+        assert first <= len(self._ids), "a step left out routed experts"
+        del self._ids[first:]
+        self._ids += values.tobytes()
+
+    def packed(self, num_tokens: int) -> RoutedExperts:
+        """The experts of all positions but the last, as far as they are computed."""
+        layers, chosen = self._shape
+        size, start = layers * chosen * self._item, self._start
+        ids = bytes(self._ids[start * size : (num_tokens - 1) * size])
+        return RoutedExperts(ids, start, layers, chosen, self._item)
+
+
+def _read(value: Any, num_tokens: int) -> NDArray[Any]:
+    return msgspec.convert(value, RoutedExperts).array(num_tokens - 1)
+
+
+def _result(output: ChoiceOutput) -> dict[str, Any]:
+    return {NAME: output.values[NAME]} if NAME in output.values else {}
+
+
+SPECS = (
+    ValueSpec(NAME, RoutedCollector, read=_read, result=_result, reply="tokserve.families.mixtures.reply:RoutedWriter"),
+)

@@ -1,0 +1,1 @@
+"""Sampling masks: the ids that each token was drawn from, on request (`return_sampling_mask`)."""
