@@ -288,11 +288,14 @@ def test_a_trainer_takes_closed_sessions() -> None:
     }
     assert server.post("/sessions/a/metadata", {"metadata": {"reward": 1.5}}).status_code == 200
     assert server.post("/sessions/a/metadata", {"metadata": {"step": 2}, "turn_id": "t0"}).status_code == 200
+    assert server.post("/sessions/a/metadata", {"score": [1, 2]}).status_code == 200  # the object itself
+    refused = server.post("/sessions/a/metadata", {"turn_id": "t0", "step": 2})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] in ("metadata", "step")
     assert server.post("/sessions/a/close").json()["state"] == "closed"
     states = {one["session_id"]: one["state"] for one in server.get("/sessions").json()["sessions"]}
     assert states == {"a": "closed", "b": "idle"}
     taken = server.get("/sessions/next?lease=1000").json()
-    assert (taken["session_id"], taken["metadata"]) == ("a", {"reward": 1.5})
+    assert (taken["session_id"], taken["metadata"]) == ("a", {"reward": 1.5, "score": [1, 2]})
     assert taken["tree"]["turns"][0]["metadata"] == {"step": 2}
     assert server.get("/sessions/next").json()["session_id"] is None
     assert server.request("DELETE", "/sessions/a").json() == {"session_id": "a", "deleted": True}

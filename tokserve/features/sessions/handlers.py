@@ -49,7 +49,8 @@ class CreatedSession(msgspec.Struct):
 
 
 class MetadataBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Names and values that are added to the metadata of a session or, with `turn_id`, of one of its turns."""
+    """Names and values that are added to the metadata of a session or, with `turn_id`, of one of its turns.  A body
+    without the field `metadata` is itself what is added to the session's."""
 
     metadata: dict[str, Any]
     turn_id: str | None = None
@@ -132,7 +133,8 @@ async def close(serving: Serving, request: Request) -> Response:
 async def add_metadata(serving: Serving, request: Request) -> Response:
     """POST /sessions/{id}/metadata: add names, such as a reward, to the metadata of a session or a turn"""
     value, _ = await serving.bodies.load(request)
-    given = convert(value, MetadataBody)
+    is_bare = isinstance(value, dict) and "metadata" not in value and "turn_id" not in value
+    given = convert({"metadata": value} if is_bare else value, MetadataBody)
     call = AddMetadata(owner_of(request), _id(request), given.metadata, given.turn_id)
     return body.reply(request, await sessions_of(serving).call(call))
 
