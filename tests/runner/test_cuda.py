@@ -22,7 +22,7 @@ from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.gpu.cuda import CudaBackend
 from tokserve.gpu.cuda_graphs import decode_sizes, prompt_rows, prompt_sizes
 from tokserve.gpu.device_slots import DeviceSlots
-from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.params import SamplingParams, ThinkingMarkers
 from tokserve.protocol.plan import OK, DeviceFacts, NewRow, StepPlan
 from tokserve.runner import device
 from tokserve.runner.host_slots import HostSlots
@@ -236,6 +236,10 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "extreme": {"temperature": 1e-4, "top_k": 9},
     "penalties": {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.2, "logprobs": 1},
     "sequences": {"bad_token_sequences": [[1, 2], [4, 5], [3], [2, 9, 7]], "no_repeat_ngram_size": 2},
+    "thinking": {
+        "thinking_token_budget": 1,
+        "thinking_markers": ThinkingMarkers(opens=[3], closes=[4, 5], inside=True),
+    },
     "mask": {"return_sampling_mask": True, "top_k": 20, "logprobs": 0},
 }
 

@@ -13,7 +13,7 @@ import pytest
 from tests.runner.test_runner import prompt
 from tests.runner.test_with_engine import VOCAB, RealEngine
 from tokserve.protocol.messages import Submit
-from tokserve.protocol.params import RepetitionDetection
+from tokserve.protocol.params import RepetitionDetection, ThinkingMarkers
 from tokserve.protocol.prompt import pack_ids
 
 OPTIONS: list[dict[str, Any]] = [
@@ -31,6 +31,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0, "bad_token_ids": [5, 6]},
     {"temperature": 0.0, "bad_token_sequences": [[3, 4], [9, 9, 9]], "logprobs": 1},
     {"temperature": 0.0, "no_repeat_ngram_size": 3},
+    {"temperature": 0.5, "thinking_token_budget": 3, "thinking_markers": ThinkingMarkers(closes=[3, 4], inside=True)},
     {"temperature": 0.0, "min_tokens": 9, "stop_token_ids": [4, 5]},
     {"temperature": 0.2, "stop_token_sequences": [[4], [8, 9]]},
     {"temperature": 0.0, "logprob_token_ids": [3, 8]},

@@ -195,6 +195,11 @@ class Inputs:
         for name in ("stop_token_sequences", "bad_token_sequences"):
             for i, sequence in enumerate(getattr(params, name)):
                 self._check_ids(f"{name}[{i}]", sequence)
+        if params.thinking_token_budget not in (None, -1) and params.thinking_markers is None:
+            _refuse("thinking_token_budget", "needs thinking_markers, the token ids around reasoning")
+        if params.thinking_markers is not None:
+            for name in ("opens", "closes"):
+                self._check_ids(f"thinking_markers.{name}", getattr(params.thinking_markers, name))
         if params.logit_bias:
             for token in params.logit_bias:
                 if not 0 <= token < self.ready.vocab_size:

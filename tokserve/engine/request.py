@@ -37,6 +37,7 @@ RESTRICTIONS = {  # of `SamplingParams`: the fields that exclude tokens, as an e
     "no_repeat_ngram_size": "no_repeat_ngram_size",
     "logit_bias": "logit_bias",
     "min_tokens": "min_tokens",
+    "thinking_token_budget": "thinking_token_budget",
 }
 
 

@@ -172,7 +172,6 @@ PARAMS_WITHOUT_EFFECT = (
 )
 # ... or would, but for null and these values
 PARAMS_REFUSED: dict[str, tuple[Any, ...]] = {
-    "thinking_token_budget": (),
     "logits_processors": ([],),
     "prompt_logprob_token_ids": (),
     "prompt_logprob_start": (),
@@ -183,6 +182,21 @@ PARAMS_REFUSED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
 }
+
+
+MAX_MARKER = 64  # ids
+
+
+class ThinkingMarkers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The token ids around a model's reasoning.
+
+    `opens`: before it; empty: only the start of the output may be inside of it.  `closes`: after it.  `inside`: whether
+    the output begins inside of it; None: if the last marker of the prompt opens one.
+    """
+
+    opens: list[int] = []
+    closes: list[int]
+    inside: bool | None = None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -196,7 +210,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     many of the first tokens of the prompt are left out of the routed experts.  `return_sampling_mask` returns the
     ids that each token was drawn from; None is the server's default.  `prompt_logprobs_mode`: of the prompt's
     logprobs; None: `logprobs_mode`.  `stop_after`: two texts, the markers of reasoning; in an output that begins with
-    the first, `stop` counts after the second.
+    the first, `stop` counts after the second.  `thinking_token_budget`: so many tokens of reasoning, after which
+    the marker that ends it is all that may come; -1 or None: no limit.  `thinking_markers`: of the reasoning.
     """
 
     temperature: Annotated[float, Meta(ge=0)] = 1.0
@@ -218,6 +233,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_token_ids: list[int] = []
     bad_token_sequences: list[list[int]] = []
     no_repeat_ngram_size: Annotated[int, Meta(ge=0, le=INT32_MAX)] = 0
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None
+    thinking_markers: ThinkingMarkers | None = None
     logprobs: NumLogprobs | None = None
     prompt_logprobs: NumLogprobs | None = None
     prompt_logprobs_start: Count = 0
@@ -249,6 +266,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def for_engine(self, **changes: Any) -> SamplingParams:
         """A copy without the front end's fields, with `changes` applied."""
+        if self.thinking_token_budget == -1:
+            changes["thinking_token_budget"] = None
         if self.structured_outputs is not None:
             changes["structured_outputs"] = self.structured_outputs.plain()
         for name in ("logprobs_mode", "prompt_logprobs_mode"):
@@ -285,6 +304,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("stop_token_sequences", "bad_token_sequences"):
             if any(not sequence for sequence in getattr(self, name)):
                 _refuse(name, "must not contain an empty sequence")
+        if self.thinking_markers is not None:
+            if not self.thinking_markers.closes:
+                _refuse("thinking_markers.closes", "must not be empty")
+            for name in ("opens", "closes"):
+                if (count := len(getattr(self.thinking_markers, name))) > MAX_MARKER:
+                    _refuse(f"thinking_markers.{name}", f"must have at most {MAX_MARKER} ids, got {count}")
         for token, bias in (self.logit_bias or {}).items():
             if not math.isfinite(bias):
                 _refuse("logit_bias", f"must be finite, got {bias} for token {token}")

@@ -1,8 +1,8 @@
 """The processors in their order, which is the specification of what a token is sampled from.
 
-bias -> allowed and bad ids -> bad sequences -> repeated n-grams -> min_tokens -> grammar -> penalties -> (extreme rows:
-shift by the maximum) -> temperature -> top-k, top-p, min-p.  A batch in which no row needs a processor is not even
-copied.  What a row becomes depends on its own slot and history alone, never on the other rows.
+bias -> allowed and bad ids -> bad sequences -> repeated n-grams -> min_tokens -> budget of reasoning -> grammar ->
+penalties -> (extreme rows: shift by the maximum) -> temperature -> top-k, top-p, min-p.  A batch in which no row needs
+a processor is not even copied.  What a row becomes depends on its own slot and history alone, never on the other rows.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tokserve.runner.processors import (
     TokenIds,
 )
 from tokserve.runner.slots import Int64, Slots
+from tokserve.runner.thinking_budget import ThinkingBudget
 
 
 class Pipeline:
@@ -44,6 +45,7 @@ class Pipeline:
             BadSequences(slots, vocab_size),
             NoRepeatNgrams(slots, vocab_size),
             MinTokens(slots, vocab_size),
+            ThinkingBudget(slots),
             self._grammar,
             Penalties(slots),
             ShiftByMax(),

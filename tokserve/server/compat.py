@@ -77,7 +77,6 @@ OTHERS: FieldTable = {
     "session_id": _ignored(note=_TAG),
     "stream_interval": _ignored(note="a delta has all tokens that are ready"),
     "structural_tag": _refused(note=_OUTPUTS),
-    "thinking_token_budget": _refused(),
     "truncate_prompt_tokens": _refused(-1),
     "truncation_side": _ignored(note="nothing is cut"),
     "watermarking": _refused(False, note="outputs are not watermarked"),

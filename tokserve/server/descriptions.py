@@ -65,6 +65,8 @@ FIELDS: dict[str, str] = {
     "frequency_penalty": "Subtracted from a token's logit once for each time that it occurs in the output.",
     "repetition_penalty": "Divides positive logits of tokens that prompt or output have, multiplies negative ones.",
     "no_repeat_ngram_size": "No sequence of this many tokens occurs twice; 0: off.",
+    "thinking_token_budget": "Most tokens of reasoning; the marker that ends it comes then. -1: no limit.",
+    "thinking_markers": "The ids before and after reasoning, which thinking_token_budget needs; text routes know them.",
     "logit_bias": "Added to the logits of these ids.",
     "allowed_token_ids": "Only these ids are sampled.",
     "bad_token_ids": "These ids are not sampled.",

@@ -145,6 +145,8 @@ def _as_chat(serving: Serving, request_body: CountTokensBody) -> ChatRequest:
         if request_body.max_tokens < 1:  # chat has a number for no limit
             raise invalid("max_tokens", f"must be at least 1, got {request_body.max_tokens}")
         fields |= {"stop": request_body.stop_sequences}
+        budget = _budget(serving, request_body)
+        fields |= {} if budget is None else {"thinking_token_budget": budget}
         fields |= {"return_sampling_mask": False} if serving.config.model.return_sampling_mask else {}
     if conversation.is_to_be_continued and fields["response_format"] is not None:
         field = "output_config.format" if request_body.output_format is None else "output_format"
@@ -181,11 +183,19 @@ def _thinking(serving: Serving, request_body: CountTokensBody) -> tuple[str | No
         raise invalid("thinking.budget_tokens", "is required")
     if isinstance(request_body, MessagesBody) and thinking.budget_tokens >= request_body.max_tokens:
         raise invalid("thinking.budget_tokens", f"must be below max_tokens ({request_body.max_tokens})")
-    ignored = ["thinking.budget_tokens"]
     text = serving.state_of(TextContext)
+    ignored = [] if text.thinking is not None else ["thinking.budget_tokens"]
     if text.thinking is None and not text.template.reads("enable_thinking"):
         ignored.insert(0, "thinking")
     return effort, {"enable_thinking": True}, ignored
+
+
+def _budget(serving: Serving, request_body: MessagesBody) -> int | None:
+    """The most tokens of reasoning, where the server can tell it apart."""
+    thinking = request_body.thinking
+    if thinking is None or thinking.type != "enabled" or serving.state_of(TextContext).thinking is None:
+        return None
+    return thinking.budget_tokens
 
 
 def _response_format(request_body: CountTokensBody) -> dict[str, Any] | None:

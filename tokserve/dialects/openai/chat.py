@@ -31,6 +31,7 @@ from tokserve.dialects.openai.tools import OutputParser, ParsedDelta, ResponseFo
 from tokserve.features.beams.beam_fields import beam_params
 from tokserve.features.beams.beam_search import BeamSearchParams
 from tokserve.features.beams.beam_stream import search_of
+from tokserve.features.chat import thinking_budget
 from tokserve.features.chat.conversation_hooks import ConversationTurn
 from tokserve.features.chat.output_format import AnswerStart
 from tokserve.features.chat.text_context import TextContext
@@ -219,7 +220,7 @@ async def call_of(
 
     def plan_and_params() -> tuple[ToolPlan, SamplingParams]:
         plan = tool_plan(serving, body)
-        return plan, sampling_params(serving, body, plan)
+        return plan, thinking_budget.with_markers(serving, sampling_params(serving, body, plan))
 
     plan, params = await off_loop(request, size, plan_and_params)
     bare = serving.request_of(request, body, params)
@@ -249,6 +250,7 @@ async def call_of(
     if plan.thinking is not None:
         start, form = await off_loop(request, size, lambda: _beginning(serving, body, plan, unpack_ids(prompt.ids)))
         params = plan.with_stops_after(msgspec.structs.replace(params, structured_outputs=form), start)
+        params = thinking_budget.beginning(params, inside=start.inside)
         generate = msgspec.structs.replace(generate, task=params)
     if turn is not None:
         generate = of_turn(generate, params, turn)

@@ -26,6 +26,7 @@ from tokserve.dialects.openai.schemas import CompletionBody
 from tokserve.features.beams.beam_fields import beam_params
 from tokserve.features.beams.beam_search import BeamSearchParams
 from tokserve.features.beams.beam_stream import search_of
+from tokserve.features.chat.thinking_budget import with_markers
 from tokserve.features.grammar import structured
 from tokserve.features.speculation.draft_metrics import ReplyMetrics
 from tokserve.features.speculation.prediction import with_prediction
@@ -113,7 +114,7 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
     body, ignored, size = await schemas.read(serving, request, CompletionBody)
     schemas.check_stream(body, replies and wants_msgpack(request))
     serving.name_request(request, body, is_sent=replies)
-    params = await off_loop(request, size, lambda: sampling_params(serving, body))
+    params = await off_loop(request, size, lambda: with_markers(serving, sampling_params(serving, body)))
     bare = serving.request_of(request, body, params, text=serving.text, score_each=True)
     prompts = await off_loop(request, size, lambda: parse_prompts(body.prompt))
     if len(prompts) * params.n > MAX_CHOICES:

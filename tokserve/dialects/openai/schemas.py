@@ -32,6 +32,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 OTHER_FORM = (
     "logit_bias",
     "repetition_detection",
+    "thinking_markers",
     "structured_outputs",
     "extra_args",
     "detokenize",

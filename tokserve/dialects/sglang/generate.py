@@ -27,6 +27,7 @@ from tokserve.features.chat.open_turn import answer_start
 from tokserve.features.chat.output_format import OutputFormat
 from tokserve.features.chat.parsing import Parser
 from tokserve.features.chat.text_context import TextContext
+from tokserve.features.chat.thinking_budget import with_markers
 from tokserve.features.grammar import structured
 from tokserve.protocol.params import SamplingParams
 from tokserve.server import compat
@@ -102,12 +103,11 @@ async def generate(serving: Serving, request: Request) -> Response:
     }
     try:
         await serving.find_model(lora)
-        bare = serving.request_of(
-            request, SimpleNamespace(**options), call.tasks[0], text=serving.text, score_each=True
-        )
+        tasks = [with_markers(serving, task) for task in call.tasks]
+        bare = serving.request_of(request, SimpleNamespace(**options), tasks[0], text=serving.text, score_each=True)
     except RequestError as error:
         raise call.fields.rename(error) from None
-    generation = await serving.start(request, bare, call.prompts, call.fields, tasks=call.tasks)
+    generation = await serving.start(request, bare, call.prompts, call.fields, tasks=tasks)
     render = GenerateRenderer(
         generation,
         call.forms,

@@ -31,6 +31,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "max_tokens": f"{PREFIX}max_new_tokens",
     "min_tokens": f"{PREFIX}min_new_tokens",
     "seed": f"{PREFIX}sampling_seed",
+    "thinking_token_budget": f"{PREFIX}max_thinking_tokens",
     "include_stop_str_in_output": f"{PREFIX}no_stop_trim",
     "model": "lora_path",
 }
@@ -57,6 +58,7 @@ class SglangSamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     sampling_seed: int | None = None
+    max_thinking_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -87,7 +89,12 @@ _SAME = (
     "spaces_between_special_tokens",
     "logprobs_mode",
 )
-_RENAMED = {"min_new_tokens": "min_tokens", "no_stop_trim": "include_stop_str_in_output", "sampling_seed": "seed"}
+_RENAMED = {
+    "min_new_tokens": "min_tokens",
+    "no_stop_trim": "include_stop_str_in_output",
+    "sampling_seed": "seed",
+    "max_thinking_tokens": "thinking_token_budget",
+}
 
 
 def read(value: Any, field: str) -> SglangSamplingParams:

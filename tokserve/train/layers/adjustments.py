@@ -34,6 +34,7 @@ RESTRICTIONS = (
     "bad_token_sequences",
     "bad_words",
     "no_repeat_ngram_size",
+    "thinking_token_budget",
     "structured_outputs",
 )
 
