@@ -48,9 +48,9 @@ def test_routes_of_raw_prompts_leave_the_beginning_to_the_prompt() -> None:
     s = thinker()
     good(s.post(COMPLETIONS, {"prompt": ["a", "b"]} | BUDGET))
     assert limit(s) == (7, markers(None))
-    own = {"opens": [3], "closes": [4, 5], "inside": True}
-    good(s.post(GENERATE, {"token_ids": [5], "sampling_params": BUDGET | {"thinking_markers": own}}))
-    assert limit(s) == (7, ThinkingMarkers(**own))
+    custom = {"opens": [3], "closes": [4, 5], "inside": True}
+    good(s.post(GENERATE, {"token_ids": [5], "sampling_params": BUDGET | {"thinking_markers": custom}}))
+    assert limit(s) == (7, ThinkingMarkers(**custom))
 
 
 def test_rendered_requests_have_their_markers() -> None:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from tests.engine.grammars import Matcher
 from tokserve.base.errors import RequestError
-from tokserve.features.chat.reasoning_grammars import after_reasoning
+from tokserve.features.chat.grammars.reasoning import after_reasoning
 from tokserve.features.chat.tool_formats import THINKING, named
 from tokserve.features.grammar.grammar import Compiler
 from tokserve.protocol.params import StructuredOutputs
