@@ -25,10 +25,10 @@ from tokserve.runner.processors import (
     Processor,
     ShiftByMax,
     Temperature,
+    ThinkingBudget,
     TokenIds,
 )
 from tokserve.runner.slots import Int64, Slots
-from tokserve.runner.thinking_budget import ThinkingBudget
 
 
 class Pipeline:
