@@ -28,6 +28,7 @@ class Output:
     pooled: bytes = b""
     kv_transfer: dict[str, Any] | None = None
     prompt_spans: list[tuple[str, int, int]] = field(default_factory=list)
+    columns: dict[str, Column] = field(default_factory=dict)  # besides logprobs
 
 
 def pack(outputs: Sequence[Output], stats: StepStats) -> StepOutput:
@@ -36,6 +37,7 @@ def pack(outputs: Sequence[Output], stats: StepStats) -> StepOutput:
     for row, o in enumerate(outputs):
         if o.logprobs is not None:
             parts.append(RowColumn(LOGPROBS, o.logprobs, pack_ids([row])))
+        parts += [RowColumn(name, column, pack_ids([row])) for name, column in o.columns.items()]
         if o.finish or o.prompt_logprobs is not None or o.cached or o.spans or o.pooled:
             values: dict[str, Any] = {"pooled": o.pooled} if o.pooled else {}
             if o.prompt_logprobs is not None:
@@ -55,5 +57,6 @@ def unpack(step: StepOutput) -> list[Output]:
         scores = None if scores is None else msgspec.convert(scores, Column)
         rare = (scores, e.cached_tokens, e.finish, e.weight_versions)
         values = (e.values.get("pooled", b""), e.values.get("kv_transfer"))
-        outputs.append(Output(rid, ids, columns.get(LOGPROBS), *rare, *values, e.prompt_weight_versions))
+        others = {name: column for name, column in columns.items() if name != LOGPROBS}
+        outputs.append(Output(rid, ids, columns.get(LOGPROBS), *rare, *values, e.prompt_weight_versions, others))
     return outputs
