@@ -19,6 +19,8 @@ from tests.replies import good, named_events
 from tests.text.tool_templates import HERMES
 from tests.waiting import until
 from tokserve.checkpoint import DEMO_DIR
+from tokserve.rl import Client
+from tokserve.train import PolicyModel
 
 QUESTION = {"role": "user", "content": "Once upon a time"}
 EQUAL = ("new_prompt_ids", "token_ids", "token_logprobs", "parent", "seed")
@@ -226,3 +228,37 @@ def check_after_a_kill(server: Server) -> None:
     check_scores(server, turns)
     talk(server, "after", 2)
     check_scores(server, tree(server, "after"))
+
+
+def test_a_trainer_reads_finished_sessions_and_scores_them(server: Server) -> None:
+    """The policy's logprobs of the whole tree, with each prefix computed once, are those of the server."""
+    policy = PolicyModel.from_pretrained("demo", cpu_arithmetic=server.get("/inference/v1/state").json()["arithmetic"])
+    talk(server, "train", 3, n=2)
+    with Client(server.url) as client:
+        client.add_session_metadata("train", {"reward": 0.5})
+        client.add_session_metadata("train", {"step": 1}, turn_id="t1")
+        client.close_session("train")
+        tree_so_far = client.session_tree("train")
+        finished = next(client.sessions(lease=60.0))
+        assert finished.session_id == "train" and finished.metadata == {"reward": 0.5}
+        assert finished.turns[1].metadata == {"step": 1}
+        assert [turn.turn_id for turn in tree_so_far.turns] == [turn.turn_id for turn in finished.turns]
+        rows = policy.tree_logprobs(finished.turns)
+        for row, turn in zip(rows, finished.turns, strict=True):
+            assert row.tolist() == turn.tokens.logprobs.tolist()
+        by_route = good(server.get("/sessions/train/sequences"))["sequences"]
+        for sequence, other in zip(finished.sequences(), by_route, strict=True):
+            assert sequence.token_ids.tolist() == other["token_ids"]
+            assert sequence.loss_mask.tolist() == [bool(one) for one in other["loss_mask"]]
+            assert sequence.logprobs.tolist() == other["logprobs"]
+    assert server.get("/sessions/train").status_code == 200, "a loop that is left acknowledges nothing"
+
+
+def test_a_session_that_was_read_is_deleted(server: Server) -> None:
+    for name in ("first", "second"):
+        talk(server, name, 1)
+        good(server.post(f"/sessions/{name}/close", {}))
+    with Client(server.url) as client:
+        sessions = client.sessions(lease=600.0)
+        assert [next(sessions).session_id for _ in range(2)] == ["first", "second"]
+        assert server.get("/sessions/first").status_code == 404

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from .push import PushResult
     from .rollouts import Rollout, RolloutDelta, TokenColumns, sticky_seeds
+    from .sessions import SessionSequence, SessionTree, SessionTurn
 
 _HOMES = {
     "blocking": ("Client",),
@@ -45,6 +46,7 @@ _HOMES = {
     ),
     "push": ("PushResult",),
     "rollouts": ("Rollout", "RolloutDelta", "TokenColumns", "sticky_seeds"),
+    "sessions": ("SessionSequence", "SessionTree", "SessionTurn"),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
@@ -56,6 +58,9 @@ __all__ = [
     "Rollout",
     "RolloutDelta",
     "ServerError",
+    "SessionSequence",
+    "SessionTree",
+    "SessionTurn",
     "TokenColumns",
     "TokserveClient",
     "TorchMissing",

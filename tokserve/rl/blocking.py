@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from .client import PATIENCE, PAUSE_LEASE, AsyncClient
+from .client import PATIENCE, PAUSE_LEASE, SESSION_LEASE, SESSION_WAIT, AsyncClient
 from .errors import ClientClosed
 from .rollouts import RolloutDelta
+from .sessions import SessionTree
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -90,6 +91,9 @@ class Client:
     control = _blocking(AsyncClient.control)
     get = _blocking(AsyncClient.get)
     collective_rpc = _blocking(AsyncClient.collective_rpc)
+    session_tree = _blocking(AsyncClient.session_tree)
+    add_session_metadata = _blocking(AsyncClient.add_session_metadata)
+    close_session = _blocking(AsyncClient.close_session)
     load_lora_adapter = _blocking(AsyncClient.load_lora_adapter)
     unload_lora_adapter = _blocking(AsyncClient.unload_lora_adapter)
     join = _blocking(AsyncClient.join)
@@ -125,6 +129,16 @@ class Client:
         finally:
             if self._close.alive:  # not waited for: a collected iterator may be closed in the loop's thread
                 asyncio.run_coroutine_threadsafe(deltas.aclose(), self._loop)
+
+    def sessions(self, *, wait: float = SESSION_WAIT, lease: float = SESSION_LEASE) -> Iterator[SessionTree]:
+        """Sessions that were closed, as they come; see `AsyncClient.sessions`."""
+        trees = self._client.sessions(wait=wait, lease=lease)
+        try:
+            while (tree := self._wait(_next(trees))) is not None:
+                yield tree
+        finally:
+            if self._close.alive:  # not waited for, as in `stream`
+                asyncio.run_coroutine_threadsafe(trees.aclose(), self._loop)
 
     @contextmanager
     def paused(self, mode: str = "keep", *, lease: float = PAUSE_LEASE) -> Iterator[None]:
@@ -164,8 +178,8 @@ class Client:
         return self._loop
 
 
-async def _next(deltas: AsyncIterator[RolloutDelta]) -> RolloutDelta | None:
-    return await anext(deltas, None)
+async def _next(items: AsyncIterator[T]) -> T | None:
+    return await anext(items, None)
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -15,6 +15,7 @@ from contextlib import aclosing, asynccontextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -36,6 +37,7 @@ from .rollouts import (
     read_rollout,
     sticky_seeds,
 )
+from .sessions import SessionTree, read_tree
 from .turns import PromptAborted, PromptTurn, PromptTurns
 from .weight_routes import WeightRoutes
 
@@ -55,6 +57,7 @@ MSGPACK = "application/msgpack"
 CONFLICT = 409
 PAUSE_LEASE = 600.0  # seconds
 PATIENCE = 600.0  # seconds
+SESSION_WAIT, SESSION_LEASE = 30.0, 600.0  # seconds
 LEFT_IDS = 4096  # of streams that are remembered
 EXTENSIONS = 4  # of a pause, for each of its lease
 
@@ -389,6 +392,42 @@ class AsyncClient:
         """Call a method of the server's worker extension, with plain values: a result per worker."""
         body = {"method": method, "args": list(args), "kwargs": dict(kwargs or {})}
         return (await self._connection.post("/collective_rpc", body))["results"]
+
+    # --- sessions of agents ---
+
+    async def sessions(
+        self, *, wait: float = SESSION_WAIT, lease: float = SESSION_LEASE
+    ) -> AsyncGenerator[SessionTree, None]:
+        """Sessions that were closed, the oldest first, without an end: waits for the next one.
+
+        A session belongs to this loop for `lease` seconds, and is deleted when the loop goes on.  The one in hand when
+        the loop is left, or its process dies, is given out again after its lease.  `wait`: seconds of one request.
+        """
+        path = f"/sessions/next?wait={wait:g}&lease={lease:g}&format=base64"
+        while True:
+            reply = await self._packed(path)
+            if reply["session_id"] is not None:
+                yield read_tree(reply["tree"], reply["lease_end"])
+                await self._connection.send("DELETE", f"/sessions/{quote(reply['session_id'], safe='')}")
+
+    async def session_tree(self, session_id: str) -> SessionTree:
+        """The turns of a session so far."""
+        return read_tree(await self._packed(f"/sessions/{quote(session_id, safe='')}/tree?format=base64"))
+
+    async def add_session_metadata(
+        self, session_id: str, metadata: Mapping[str, Any], *, turn_id: str | None = None
+    ) -> None:
+        """Add names, such as a reward, to the metadata of a session or of one of its turns."""
+        body = {"metadata": dict(metadata)} | ({} if turn_id is None else {"turn_id": turn_id})
+        await self._connection.post(f"/sessions/{quote(session_id, safe='')}/metadata", body)
+
+    async def close_session(self, session_id: str) -> None:
+        """Say that no request of the session is expected any more."""
+        await self._connection.post(f"/sessions/{quote(session_id, safe='')}/close")
+
+    async def _packed(self, path: str) -> Any:
+        response = await self._connection.send("GET", path, again=True, headers={"accept": MSGPACK})
+        return msgspec.msgpack.decode(response.content)
 
     # --- adapters ---
 

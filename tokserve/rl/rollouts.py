@@ -140,10 +140,10 @@ def read_columns(choice: Mapping[str, Any]) -> TokenColumns:
     """The columns of a choice, whole or of an event."""
     logprobs = choice["logprobs"]
     values = floats(b"" if logprobs is None else logprobs["token_logprobs"])
-    columns = TokenColumns(_array(choice["token_ids"], "<i4"), values, None, None, None, None)
+    columns = TokenColumns(packed_array(choice["token_ids"], "<i4"), values, None, None, None, None)
     if "sampling_mask" in choice:
-        counts = _array(choice["sampling_mask"]["counts"], "<i4")
-        parts = np.split(_array(choice["sampling_mask"]["ids"], "<i4"), np.maximum(counts, 0).cumsum())
+        counts = packed_array(choice["sampling_mask"]["counts"], "<i4")
+        parts = np.split(packed_array(choice["sampling_mask"]["ids"], "<i4"), np.maximum(counts, 0).cumsum())
         columns.sampling_mask = [
             None if count < 0 else ids for count, ids in zip(counts.tolist(), parts[:-1], strict=True)
         ]
@@ -155,10 +155,10 @@ def read_columns(choice: Mapping[str, Any]) -> TokenColumns:
 
 def floats(values: bytes | str | Sequence[float]) -> Floats:
     """A column of float32."""
-    return _array(values, "<f4")
+    return packed_array(values, "<f4")
 
 
-def _array(values: bytes | str | Sequence[Any], dtype: str) -> NDArray[Any]:
+def packed_array(values: bytes | str | Sequence[Any], dtype: str) -> NDArray[Any]:
     """A column: packed bytes, the same in base64, or a list."""
     if isinstance(values, str):
         values = base64.b64decode(values)

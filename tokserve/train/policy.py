@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -30,6 +31,30 @@ from tokserve.train.support import trainable_spec
 
 MAX_TOKENS = 4096  # of a batch that goes through the model at once
 ACTIVATIONS = 5 << 27  # elements that are kept for the backward pass of a call by default
+
+
+class ColumnsOfTurn(Protocol):
+    """The tokens of a turn, and the ids from which each was drawn, if these are known."""
+
+    @property
+    def token_ids(self) -> Any:
+        """int32 [tokens]."""
+
+    @property
+    def sampling_mask(self) -> Any:
+        """A list by token, or None."""
+
+
+class TurnOfTree(Protocol):
+    """A turn of a session: a prompt, and what was sampled."""
+
+    @property
+    def prompt_ids(self) -> Any:
+        """The whole prompt, int32 [prompt]."""
+
+    @property
+    def tokens(self) -> ColumnsOfTurn:
+        """What was sampled."""
 
 
 class PolicyModel(nn.Module):
@@ -220,6 +245,20 @@ class PolicyModel(nn.Module):
             activation_bytes=self.activation_bytes,
             ordered=self.ordered_gradients,
         )
+
+    def tree_logprobs(
+        self, turns: Sequence[TurnOfTree], temperature: float = 1.0, logprobs_mode: str = "raw"
+    ) -> list[Tensor]:
+        """Logprobs float32 [tokens] of what was sampled in each turn of a session's tree (`SessionTree.turns` of
+        tokserve.rl), each prompt and answer computed once, however many turns continue it.
+
+        They are bitwise the turns' own where the weights are those that sampled them.  `temperature` and
+        `logprobs_mode` as of `logprobs`; masks of turns count in the mode "processed".  Raises ValueError.
+        """
+        sequences = [np.concatenate([turn.prompt_ids, turn.tokens.token_ids]) for turn in turns]
+        starts = [len(turn.prompt_ids) for turn in turns]
+        masks = [turn.tokens.sampling_mask for turn in turns]
+        return self.logprobs(sequences, starts, temperature, logprobs_mode, masks)
 
     def _synced(self) -> dict[str, Tensor]:
         masters: dict[str, Tensor] = dict(self.named_parameters())
