@@ -112,6 +112,7 @@ FIELDS: dict[str, str] = {
     "continue_final_message": "The answer continues the last message.",
     "chat_template": "A chat template instead of the model's, if the server trusts requests with it.",
     "chat_template_kwargs": "Variables of the chat template.",
+    "required_prefix_token_ids": "Ids with which the prompt begins, up to the end of the last answer in `messages`.",
     "documents": "Documents for the chat template.",
     "response_format": "OpenAI's name for structured outputs: text, json_object or json_schema.",
     "tools": "Tools that the model may call.",

@@ -255,7 +255,7 @@ class PolicyModel(nn.Module):
         They are bitwise the turns' own where the weights are those that sampled them.  `temperature` and
         `logprobs_mode` as of `logprobs`; masks of turns count in the mode "processed".  Raises ValueError.
         """
-        sequences = [np.concatenate([turn.prompt_ids, turn.tokens.token_ids]) for turn in turns]
+        sequences = [np.concatenate([turn.prompt_ids, turn.tokens.token_ids]).tolist() for turn in turns]
         starts = [len(turn.prompt_ids) for turn in turns]
         masks = [turn.tokens.sampling_mask for turn in turns]
         return self.logprobs(sequences, starts, temperature, logprobs_mode, masks)

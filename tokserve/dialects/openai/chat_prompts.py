@@ -9,12 +9,15 @@ from typing import Any
 
 from starlette.requests import Request
 
-from tokserve.base.errors import RequestError
+from tokserve.base.errors import RequestError, invalid
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.dialects.openai import tools
 from tokserve.dialects.openai.schemas import ChatBody, TokenizeBody
 from tokserve.dialects.openai.tools import OutputParser
+from tokserve.features.chat.chat import plain_message
 from tokserve.features.chat.conversation_hooks import ChatConversation, ConversationTurn, hook_of
+from tokserve.features.chat.templates.histories import with_tool_calls
+from tokserve.features.chat.templates.suffix import AnswerEnd, NotContinued, Suffixes
 from tokserve.features.chat.text_context import TextContext
 from tokserve.features.images import request_images
 from tokserve.features.images.media.images import image_slots
@@ -24,6 +27,8 @@ from tokserve.protocol.prompt import TokenPrompt, pack_ids
 from tokserve.server.http.workers import off_loop
 from tokserve.server.serving import Serving
 
+PREFIX = "required_prefix_token_ids"
+PREFIX_OF_MESSAGE = ("prompt_token_ids", "generation_token_ids")  # of NeMo Gym's messages of the assistant
 THINKING = ("enable_thinking", "reasoning_effort")  # what templates of models that think read; a body's effort is both
 
 
@@ -32,7 +37,7 @@ async def followed_prompt(
 ) -> tuple[TokenPrompt, ConversationTurn | None]:
     """The prompt of a chat that is to be answered, and the turn that it is of a conversation which a room follows.
     `size`: bytes of the body; `keeps_logprobs`: its client gets logprobs.  Raises RequestError."""
-    hook = hook_of(serving)
+    hook = None if prefix_of(body) else hook_of(serving)  # with a prefix, the client keeps the ids
     if hook is None:
         return await prompt_of(serving, request, body, size, body.reasoning_effort), None
     slots = _image_slots(serving)
@@ -60,6 +65,8 @@ async def prompt_of(
     serving: Serving, request: Request, body: ChatBody | TokenizeBody, size: int, effort: str | None = None
 ) -> TokenPrompt:
     """The conversation as a prompt, with its images.  `size`: bytes of the body; `effort`: as `rendered` takes it."""
+    if prefix := prefix_of(body):
+        return await off_loop(request, size, lambda: continued_prompt(serving, body, effort, *prefix))
     slots = _image_slots(serving)
     ids = await off_loop(request, size, lambda: rendered(serving, body, effort, slots))
     if slots is None or not slots.images:
@@ -78,6 +85,53 @@ def rendered(
         return serving.state_of(TextContext).template.render(body.messages, **options)
     except RecursionError:  # JSON text inside a message: the arguments of a tool call
         raise RequestError("messages are nested too deeply", field="messages") from None
+
+
+def prefix_of(body: ChatBody | TokenizeBody) -> tuple[str, list[int]] | None:
+    """The ids that the prompt begins with, up to the end of the last answer in its messages, and the field that has
+    them: `required_prefix_token_ids`, or `prompt_token_ids` and `generation_token_ids` of that answer."""
+    if body.required_prefix_token_ids is not None:
+        return PREFIX, body.required_prefix_token_ids
+    index = _last_answer(body)
+    answer = {} if index is None or body.messages is None else body.messages[index]
+    ids = [answer.get(name) for name in PREFIX_OF_MESSAGE]
+    if not all(isinstance(part, list) and part for part in ids):
+        return None
+    return f"messages[{index}].{PREFIX_OF_MESSAGE[1]}", [token for part in ids if part for token in part]
+
+
+def _last_answer(body: ChatBody | TokenizeBody) -> int | None:
+    """The number of the last message of the assistant."""
+    messages = body.messages or []
+    answers = (i for i, one in enumerate(messages) if isinstance(one, dict) and one.get("role") == "assistant")
+    return max(answers, default=None)
+
+
+def continued_prompt(
+    serving: Serving, body: ChatBody | TokenizeBody, effort: str | None, field: str, prefix: list[int]
+) -> TokenPrompt:
+    """The prompt that begins with the ids of `field`, which stand for all messages up to the last answer; what follows
+    is rendered behind them.  Raises RequestError."""
+    options = template_options(serving, body, effort, None)
+    index, vocab = _last_answer(body), serving.llm.ready.vocab_size
+    if index is None or body.messages is None:
+        raise invalid(field, "needs a message of the assistant, at whose end the ids end")
+    wrong = next((i for i, token in enumerate(prefix) if type(token) is not int or not 0 <= token < vocab), None)
+    if wrong is not None:
+        raise invalid(f"{field}[{wrong}]", f"must be a token id from 0 to {vocab - 1}")
+    if not prefix:
+        raise invalid(field, "must not be empty")
+    eos_ids = serving.llm.ready.eos_token_ids
+    end = AnswerEnd(prefix[-1], prefix[-1] in eos_ids)
+    options = {name: value for name, value in options.items() if name not in ("context", "add_special_tokens")}
+    messages = [plain_message(i, message) for i, message in enumerate(with_tool_calls(body.messages[: index + 1]))]
+    try:
+        ids = Suffixes(serving.state_of(TextContext).template, eos_ids).ids(
+            messages[index], end, body.messages[index + 1 :], messages[0]["role"], **options
+        )
+    except NotContinued as error:
+        raise RequestError(f"{field}: {error}", field=field, code="unsupported") from None
+    return TokenPrompt(pack_ids([*prefix, *ids]))
 
 
 def template_options(

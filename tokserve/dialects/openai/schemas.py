@@ -161,6 +161,7 @@ class TemplateFields(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[Any] | None = None
     tools: list[dict[str, Any]] | None = None
+    required_prefix_token_ids: list[int] | None = None
 
 
 class ChatBody(TextBody, TemplateFields):

@@ -6,10 +6,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.base.errors import RequestError
-from tokserve.dialects.trainers import areal, skyrl
+from tokserve.dialects.trainers import areal, nemo_rl, skyrl
 from tokserve.protocol import commands
 from tokserve.server.admin.commands import CommandRoute, WorkerCallBody, load_lora_adapter
-from tokserve.server.endpoint import Endpoint
+from tokserve.server.endpoint import NEVER, Endpoint
 from tokserve.server.reply_types import AdapterReply, Success, WorkerResults
 from tokserve.server.serving import Serving
 from tokserve.server.tokens.generate import GenerateBody, GenerateReply, generate_tokens
@@ -41,6 +41,13 @@ _COMMANDS = (
 )
 ENDPOINTS = (
     Endpoint(("POST",), "/skyrl/v1/generate", generate_tokens, GenerateBody, reply=GenerateReply, runner="generate"),
+    Endpoint(
+        ("GET",),
+        "/v1/nemo-rl/prefix-token-capability",
+        nemo_rl.prefix_capability,
+        reply=nemo_rl.PrefixCapability,
+        raises=NEVER,
+    ),
     *(
         Endpoint(("POST",), route.path, route.handler, route.body, control=True, reply=route.reply)
         for route in _COMMANDS

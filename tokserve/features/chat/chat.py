@@ -193,7 +193,7 @@ class ChatTemplate:
         continue_final_message = histories.is_continued(messages) or continue_final_message
         if add_generation_prompt and continue_final_message:
             raise invalid("continue_final_message", "and add_generation_prompt exclude each other")
-        chat = [_plain_message(i, one, images) for i, one in enumerate(histories.with_tool_calls(messages))]
+        chat = [plain_message(i, one, images) for i, one in enumerate(histories.with_tool_calls(messages))]
         if not chat:
             raise invalid("messages", "must not be empty")
         if continue_final_message and chat[-1].get("content") is None:
@@ -348,7 +348,7 @@ def _in_parts(content: str | list[dict[str, str]] | None) -> list[dict[str, str]
     return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
 
 
-def _plain_message(index: int, message: Message, images: ImageSlots | None = None) -> dict[str, Any]:
+def plain_message(index: int, message: Message, images: ImageSlots | None = None) -> dict[str, Any]:
     """A copy as templates expect it: text or parts of text, images without URLs, no nulls (a null content is absent),
     tool arguments as objects, reasoning under the names that templates read."""
     field = f"messages[{index}]"
