@@ -239,7 +239,7 @@ def test_the_engines_refusal_ends_the_request_only(play: Callable[..., None]) ->
 
 def test_refused_requests_send_nothing(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
-        for bad in (SamplingParams(temperature=3.0), SamplingParams(stop_token_ids=[999])):
+        for bad in (SamplingParams(temperature=-1.0), SamplingParams(stop_token_ids=[999])):
             with pytest.raises(RequestError):
                 llm.stream([1], bad, request_id="r")
         with pytest.raises(RequestError):

@@ -160,7 +160,7 @@ def errors(report: Report, client: Any, url: str) -> None:
         (anthropic.BadRequestError, {"max_tokens": 0}, "invalid_request_error", "max_tokens"),
         (
             anthropic.BadRequestError,
-            {"extra_body": {"temperature": 7}, "stream": True},
+            {"extra_body": {"temperature": -1}, "stream": True},
             "invalid_request_error",
             "temperature",
         ),

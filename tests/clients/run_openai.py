@@ -98,7 +98,7 @@ def responses(report: Report, client: Any) -> None:
         (openai.BadRequestError, {"previous_response_id": "resp_1"}),
         (openai.BadRequestError, {"background": True}),
         (openai.NotFoundError, {"model": "gpt-9"}),
-        (openai.BadRequestError, {"temperature": 7, "stream": True}),
+        (openai.BadRequestError, {"temperature": -1, "stream": True}),
     ):
         try:
             client.responses.create(**common | options)
@@ -133,7 +133,7 @@ def completions(report: Report, client: Any) -> None:
 def errors(report: Report, client: Any) -> None:
     create = client.chat.completions.create
     for kind, options in (
-        (openai.BadRequestError, {"temperature": 7}),
+        (openai.BadRequestError, {"temperature": -1}),
         (openai.NotFoundError, {"model": "gpt-9"}),
         (openai.BadRequestError, {"messages": []}),
         (openai.BadRequestError, {"stream": True, "top_p": 0}),

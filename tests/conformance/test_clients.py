@@ -215,7 +215,7 @@ def test_the_sdk_lists_models(text: Api) -> None:
 def test_the_sdks_exceptions_carry_param_and_code(text: Api) -> None:
     create: Any = sdk(text).chat.completions.create
     with pytest.raises(openai.BadRequestError) as refused:
-        create(model=text.model, messages=MESSAGES, temperature=3)
+        create(model=text.model, messages=MESSAGES, temperature=-1)
     assert refused.value.param == "temperature"
     with pytest.raises(openai.NotFoundError) as unknown:
         create(model="gpt-9", messages=MESSAGES)

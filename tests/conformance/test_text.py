@@ -97,7 +97,6 @@ def test_a_bad_field_is_refused_by_name_also_before_a_stream(text: Api, route: s
     [
         ("functions", [{"name": "f"}]),
         ("function_call", {"name": "f"}),
-        ("tool_choice", {"type": "allowed_tools"}),
         ("best_of", 2),
         ("suffix", "x"),
         ("guided_json", {}),

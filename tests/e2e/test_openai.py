@@ -107,7 +107,7 @@ def test_completions(client: openai.OpenAI) -> None:
 
 def test_errors_are_the_sdks_own_exceptions(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
-        ask(client, temperature=7)
+        ask(client, temperature=-1)
     assert bad.value.param == "temperature"
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="gpt-nope", messages=QUESTION)  # type: ignore[arg-type]
