@@ -132,7 +132,7 @@ def check_aborted(engine: Engine, rid: str) -> None:
     assert received.finish is not None and (received.finish.reason, received.finish.detail) == ("abort", "abort_user")
     assert received.tokens == expected.tokens[: len(received.tokens)]
     if received.logprobs is not None:
-        assert expected.logprobs is not None and received.logprobs == expected.logprobs.cut(len(received.tokens))
+        assert expected.logprobs is not None and received.logprobs == expected.logprobs.part(0, len(received.tokens))
     if received.prompt_logprobs is not None and received.tokens:
         assert received.prompt_logprobs == expected.prompt_logprobs
 
