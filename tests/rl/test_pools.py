@@ -39,6 +39,8 @@ ARGUMENTS: dict[str, Any] = {  # of a verb's parameters, by name, where they hav
     "port": 0,
     "version": "7",
     "directory": "d",
+    "session_id": "s",
+    "metadata": {"reward": 1.0},
 }
 REPLY = json.dumps({"weight_version": "1", "epoch": 1, "config": {}, "data": [], "aborted": 1, "results": []})
 OPTIONS = {"abort": {"group_id": "g"}, "join": {"timeout": 0.2}}
@@ -110,6 +112,9 @@ async def call(client: rl.AsyncClient, verb: str) -> None:
     arguments = [weights() if name in ("weights", "tensors") else ARGUMENTS[name] for name in needed]
     if verb == "paused":
         async with method():
+            return
+    if verb == "sessions":
+        async for _ in method():
             return
     await method(*arguments, **OPTIONS.get(verb, {}))
 

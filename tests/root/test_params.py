@@ -6,7 +6,7 @@ from tokserve.base.errors import RequestError
 from tokserve.protocol.params import RepetitionDetection, SamplingParams
 
 BAD = {
-    "temperature": [-0.1, 2.01, float("nan"), float("inf")],
+    "temperature": [-0.1, float("nan"), float("inf")],
     "top_p": [0.0, 1.01, -1.0],
     "min_p": [-0.1, 1.1],
     "top_k": [-2],
