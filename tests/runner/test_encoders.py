@@ -81,7 +81,7 @@ def pooled(runner: Runner, prompts: list[int], params: PoolingParams) -> dict[in
     steps = [(slot, 0, len(PROMPTS[number]), 0) for slot, number in enumerate(prompts)]
     result = runner.execute(plan_of(steps, new=rows, blocks=blocks))
     runner.execute(plan_of([], freed=list(range(len(prompts)))))
-    return {number: result.pooled[slot] for slot, number in enumerate(prompts)}
+    return {number: result.values["pooled"][slot] for slot, number in enumerate(prompts)}
 
 
 def hidden_states(model: Any, ids: list[int], second: int) -> NDArray[np.float32]:

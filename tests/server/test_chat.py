@@ -522,7 +522,7 @@ def test_fields_that_ask_for_nothing_are_taken(field: dict[str, Any]) -> None:
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
         ({"messages": MESSAGES, "temperature": "hot"}, "temperature"),
         ({"messages": MESSAGES, "temperature": True}, "temperature"),
-        ({"messages": MESSAGES, "temperature": 7}, "temperature"),
+        ({"messages": MESSAGES, "temperature": -1}, "temperature"),
         ({"messages": MESSAGES, "stop": ["a", 5]}, "stop[1]"),
         ({"messages": MESSAGES, "stop": 5}, "stop"),
         ({"messages": MESSAGES, "stop_token_sequences": [[5], [6, "x"]]}, "stop_token_sequences[1][1]"),

@@ -86,14 +86,15 @@ def test_tools_in_the_form_of_responses_get_a_hint() -> None:
     assert path == "tool_choice.function" and '"function"' in text
 
 
-@pytest.mark.parametrize("kind", ["allowed_tools", "web_search", "custom"])
+@pytest.mark.parametrize("kind", ["web_search", "another"])
 def test_another_tool_choice_is_refused_with_those_that_there_are(kind: str) -> None:
     _, text = chat(function("f"), tool_choice={"type": kind, "mode": "auto", "tools": []})
     assert f"'{kind}'" in text and "none, auto, required" in text
     flat = {"type": "function", "name": "f", "parameters": {"type": "object"}}
     choice = {"type": kind, "mode": "auto", "tools": []}
     path, text = error_of(chat_site("a").post(RESPONSES, {"input": "a", "tools": [flat], "tool_choice": choice}))
-    assert path == "tool_choice" and "none, auto, required" in text
+    expected = "only OpenAI's servers run it" if kind == "web_search" else "none, auto, required"
+    assert path.startswith("tool_choice") and expected in text
 
 
 @pytest.mark.parametrize(

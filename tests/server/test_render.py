@@ -187,7 +187,7 @@ def test_rendered_completions_are_a_list_with_ids_of_their_own() -> None:
     [
         ({"messages": []}, "messages"),
         ({"tokens": [5]}, "tokens"),
-        ({"temperature": 7}, "temperature"),
+        ({"temperature": -1}, "temperature"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
         ({"priority": 2**63}, "priority"),
         ({"logprobs": True, "top_logprobs": 50}, "top_logprobs"),

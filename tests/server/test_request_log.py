@@ -58,7 +58,7 @@ def test_a_refused_request_has_one_line(caplog: pytest.LogCaptureFixture) -> Non
     s = logged(caplog)
     s.llm.refuse = QueueFull("the queue is full", retry_after=3, code="queue_full")
     assert s.post("/v1/completions", {"prompt": "a"}).status_code == 429
-    assert s.post("/v1/completions", {"prompt": "a", "temperature": 9}).status_code == 400
+    assert s.post("/v1/completions", {"prompt": "a", "temperature": -1}).status_code == 400
     assert lines(caplog) == [
         {"event": "request_refused", "status": 429, "code": "queue_full", "field": None},
         {"event": "request_refused", "status": 400, "code": None, "field": "temperature"},

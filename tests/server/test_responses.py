@@ -389,7 +389,7 @@ def test_fields_without_effect_are_listed() -> None:
         ({"add_special_tokens": True}, "add_special_tokens", "not supported"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", "not supported"),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must"),
-        ({"temperature": 7}, "temperature", "temperature must"),
+        ({"temperature": -1}, "temperature", "temperature must"),
         ({"model": "other"}, "model", "serves"),
         ({"include": ["x"]}, "include[0]", "not supported"),
         ({"top_logprobs": 2}, "top_logprobs", "include"),

@@ -172,7 +172,7 @@ def test_sdk_completions() -> None:
 def test_sdk_errors_and_models() -> None:
     async def scene(client: openai.AsyncOpenAI) -> None:
         with pytest.raises(openai.BadRequestError) as bad:
-            await client.chat.completions.create(model="tiny", messages=QUESTION, temperature=7)
+            await client.chat.completions.create(model="tiny", messages=QUESTION, temperature=-1)
         assert bad.value.param == "temperature"
         with pytest.raises(openai.NotFoundError) as unknown:
             await client.chat.completions.create(model="nope", messages=QUESTION)

@@ -138,9 +138,11 @@ def _check_reasoning(serving: Serving, tasks: Sequence[SamplingParams]) -> None:
 
 def _reasoning_reader(serving: Serving, params: SamplingParams) -> Callable[[Sequence[int]], SegmentReader] | None:
     """What reads the outputs to prompts, to count the tokens of reasoning; None: the server does not tell it apart."""
+    if not serving.text:
+        return None
     text = serving.state_of(TextContext)
     thinking = text.thinking
-    if not serving.text or thinking is None:
+    if thinking is None:
         return None
     before_answer = text.template.before_answer()
     pieces = serving.tokenizer.pieces(params.skip_special_tokens)
