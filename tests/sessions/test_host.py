@@ -46,9 +46,12 @@ def served(scene: Callable[[RemoteSessions, RemoteSessions], Awaitable[Any]], **
 
     async def run() -> Path:
         host = SessionHost(Config.make(sessions=True, **options))
+        one, other = RemoteSessions(host.address), RemoteSessions(host.address)
         try:
-            await scene(RemoteSessions(host.address), RemoteSessions(host.address))
+            await scene(one, other)
         finally:
+            await one.close()
+            await other.close()
             await host.close()
         return Path(host.address.removeprefix("ipc://")).parent
 

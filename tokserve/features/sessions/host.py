@@ -155,6 +155,13 @@ class RemoteSessions:
     def _send(self, number: int, call: Any) -> None:
         self._socket.send(msgspec.msgpack.encode(SessionMessage(number, call)), zmq.NOBLOCK)
 
+    async def close(self) -> None:
+        """Disconnect; calls that wait are not answered."""
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+        self._socket.close()
+        self._context.term()
+
 
 def _error(error: SessionError) -> RequestError:
     kind = KINDS.get(error.status, RequestFailed)
