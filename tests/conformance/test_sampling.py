@@ -17,7 +17,6 @@ OUT_OF_RANGE = [
     ("n", 1.0),
     ("n", "2"),
     ("temperature", -0.1),
-    ("temperature", 2.1),
     ("temperature", "1"),
     ("temperature", True),
     ("temperature", []),

@@ -39,7 +39,7 @@ REFUSED = [
     ("n", 10**9),
     ("temperature", "1"),
     ("temperature", True),
-    ("temperature", 2.1),
+    ("temperature", -0.1),
     ("temperature", -1),
     ("top_p", 0),
     ("top_p", 2),
