@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from collections.abc import Sequence
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -395,3 +397,17 @@ def test_a_server_without_text_keeps_no_sessions() -> None:
 
     with pytest.raises(StartError, match="option sessions: conversations need a tokenizer"):
         resolve(Config.make(model="demo", sessions=True, tokens_only=True))
+
+
+def test_a_session_in_the_path_of_a_server_with_a_root_path() -> None:
+    """uvicorn puts the root path before the path of every request."""
+    server = agents_site("A", root_path="/llm")
+
+    async def send() -> int:
+        transport = httpx.ASGITransport(server.app, root_path="/llm")
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            body = {"messages": [{"role": "user", "content": "q"}], "max_tokens": 9}
+            return (await client.post("/llm/sessions/a/v1/chat/completions", json=body)).status_code
+
+    assert asyncio.run(send()) == 200
+    assert [turn["parent"] for turn in tree(server, "a")] == [None]

@@ -14,6 +14,7 @@ from tokserve.config import Config, option_values
 from tokserve.server import reply_types as types
 from tokserve.server.admin import commands, state
 from tokserve.server.endpoint import BODY, Endpoint
+from tokserve.server.http.auth import route_path
 from tokserve.server.http.errors import OPENAI, ErrorShape
 from tokserve.server.serving import Serving
 from tokserve.server.tokens import aborts, generate
@@ -77,7 +78,7 @@ def _without_text(path: str, room: Room) -> Endpoint:
 async def refuse_text_route(serving: Serving, request: Request) -> Response:
     """404: the text routes of a tokens-only server"""
     raise NotFound(
-        f"{request.url.path} needs a tokenizer, and this is a tokens-only server (--tokens-only): "
+        f"{route_path(request.scope)} needs a tokenizer, and this is a tokens-only server (--tokens-only): "
         "send token ids to /inference/v1/generate",
         code="tokens_only",
     )

@@ -39,19 +39,23 @@ class LocalSessions:
         notice.apply(self._service)
 
 
-def sessions_of(serving: Serving) -> Sessions:
-    """The sessions of this server, which has them."""
-    state = serving.state
-    if not hasattr(state, "sessions"):
+class ServerSessions:
+    """`serving.state_of(ServerSessions)` is a server's, which is made in its event loop."""
+
+    def __init__(self, serving: Serving) -> None:
+        self.sessions: Sessions
         address = serving.api_process.services.get(ROOM)
         if address is None:
             service = make_service(serving.config)
-            state.session_sweep = asyncio.get_running_loop().create_task(service.sweep())
-            state.sessions = LocalSessions(service)
+            self._sweep = asyncio.get_running_loop().create_task(service.sweep())
+            self.sessions = LocalSessions(service)
         else:
-            state.sessions = RemoteSessions(address)
-    sessions: Sessions = state.sessions
-    return sessions
+            self.sessions = RemoteSessions(address)
+
+
+def sessions_of(serving: Serving) -> Sessions:
+    """The sessions of this server, which has them."""
+    return serving.state_of(ServerSessions).sessions
 
 
 def owner_of(request: Request) -> str:

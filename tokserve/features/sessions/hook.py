@@ -33,6 +33,7 @@ from tokserve.protocol.columns import LOGPROBS
 from tokserve.protocol.logprobs import Logprobs
 from tokserve.protocol.prompt import TokenPrompt, pack_ids
 from tokserve.server.generation import Generation
+from tokserve.server.http.auth import route_path
 from tokserve.server.http.workers import off_loop
 from tokserve.server.serving import Serving
 
@@ -53,7 +54,7 @@ def make_hook(serving: Serving) -> SessionHook | None:
 
 def session_id_of(request: Request, headers: Sequence[str], body: str | None) -> str | None:
     """The id of a request's session: in its path, a header or its body.  Raises RequestError for one that is none."""
-    in_path = request.path_params.get("id") if request.scope["path"].startswith(PATH) else None
+    in_path = request.path_params.get("id") if route_path(request.scope).startswith(PATH) else None
     candidates = [in_path, request.headers.get(SESSION_HEADER)]
     candidates += [request.headers.get(name) for name in headers]
     session_id = next((value for value in (*candidates, body) if value), None)
