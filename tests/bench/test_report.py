@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tokserve.base.errors import StartError
+from tokserve.bench.cli import _take_dataset
 from tokserve.bench.clients import EventLines, ReceivedReply, RequestShape
 from tokserve.bench.datasets import DatasetSpec, make
 from tokserve.bench.report import Outcome, meets_goodput, parse_goodput, result, table
+from tokserve.cli import main
 
 
 def test_statistics_of_known_times() -> None:
@@ -66,6 +69,25 @@ def test_datasets_follow_their_seed_and_lengths() -> None:
     assert make(spec, stream=1)[0].turns[0].prompt[:5] == prompts[0][:5] != prompts[0][5:10]
     with pytest.raises(StartError, match="seed"):
         make(DatasetSpec(seed=-1))
+
+
+def test_groups_of_prompts_share_their_prefix() -> None:
+    spec = DatasetSpec(kind="shared-prefix", shared_prefix_len=20, group_size=3, input_len=2, count=8)
+    prefixes = [tuple(talk.turns[0].prompt[:20]) for talk in make(spec)]
+    assert prefixes == [prefixes[0]] * 3 + [prefixes[3]] * 3 + [prefixes[6]] * 2 and len(set(prefixes)) == 3
+    warm_up = make(replace(spec, count=1), stream=1)
+    assert tuple(warm_up[0].turns[0].prompt[:20]) == prefixes[0]
+    with pytest.raises(StartError, match="--group-size must be at least 1"):
+        make(replace(spec, group_size=0))
+    with pytest.raises(StartError, match="--group-size needs --dataset shared-prefix"):
+        make(DatasetSpec(group_size=3))
+
+
+def test_a_length_of_shared_prefixes_chooses_their_dataset() -> None:
+    parser = main.parser()
+    for arguments, kind in ((["--shared-prefix-len", "9", "--group-size", "4"], "shared-prefix"), ([], "random")):
+        values = vars(parser.parse_args(["bench", "serve", *arguments]))
+        assert _take_dataset(values, text=False).kind == kind
 
 
 @pytest.mark.parametrize("row", [b'{"prompt": "\xff"}', b'{"prompt": 1}', b"{", b'{"prompt": [9', b'{"prompt": ""}'])

@@ -90,7 +90,7 @@ def _add_server(parser: Any) -> None:
 
 def _add_prompts(parser: Any, *, seed: str) -> None:
     add = parser.add_argument
-    add("--dataset", choices=DATASETS, default="random", help="Default: random.")
+    add("--dataset", choices=DATASETS, help="Default: shared-prefix with --shared-prefix-len, else random.")
     add("--num-prompts", type=int, default=100, metavar="N", help="prompts, or conversations. Default: 100.")
     add(
         "--input-len",
@@ -106,6 +106,12 @@ def _add_prompts(parser: Any, *, seed: str) -> None:
         metavar="N",
         help="shared-prefix: tokens before those of --input-len, "
         "the same in all prompts (and cached after the warm-up).",
+    )
+    add(
+        "--group-size",
+        type=int,
+        metavar="N",
+        help="shared-prefix: so many prompts in a row share a prefix, the next ones another. Default: all share one.",
     )
     add(
         "--range-ratio",
@@ -197,9 +203,10 @@ def _take_dataset(values: dict[str, Any], *, text: bool) -> Any:
     from tokserve.bench.datasets import DatasetSpec
 
     names = {"kind": "dataset", "count": "num_prompts", "path": "dataset_path", "seed": "prompt_seed"}
-    names |= {
-        n: n for n in ("input_len", "output_len", "turn_len", "turns", "shared_prefix_len", "range_ratio", "vocab_size")
-    }
+    same = ("input_len", "output_len", "turn_len", "turns", "shared_prefix_len", "group_size", "range_ratio")
+    names |= {name: name for name in (*same, "vocab_size")}
+    if values["dataset"] is None:
+        values["dataset"] = "random" if values["shared_prefix_len"] is None else "shared-prefix"
     return DatasetSpec(**{to: values.pop(name) for to, name in names.items() if name in values}, text=text)
 
 

@@ -78,6 +78,7 @@ class DatasetSpec:
     turn_len: int | None = None  # of the turns after the first; None: input_len
     turns: int = 1
     shared_prefix_len: int | None = None  # in front of input_len
+    group_size: int | None = None  # prompts in a row that share a prefix; None: all do
     range_ratio: float = 0.0
     path: str | None = None
     vocab_size: int = DEFAULT_VOCAB
@@ -86,18 +87,18 @@ class DatasetSpec:
 
     def facts(self) -> dict[str, Any]:
         """The options for a result, under vLLM's names."""
-        same = ("input_len", "output_len", "shared_prefix_len", "range_ratio", "seed")
+        same = ("input_len", "output_len", "shared_prefix_len", "group_size", "range_ratio", "seed")
         return {"dataset": self.kind, "num_prompts": self.count} | {name: getattr(self, name) for name in same}
 
     def check(self) -> None:
         """Raise StartError for values out of range or in conflict."""
         if self.kind not in KINDS:
             raise StartError(f"--dataset must be one of {', '.join(KINDS)}, got {self.kind!r}")
-        for name, minimum in (("count", 1), ("input_len", 1), ("output_len", 1), ("turns", 1), ("turn_len", 1)):
+        for name in ("count", "input_len", "output_len", "turns", "turn_len", "group_size"):
             value = getattr(self, name)
-            if value is not None and value < minimum:
+            if value is not None and value < 1:
                 flag = "num-prompts" if name == "count" else name.replace("_", "-")
-                raise StartError(f"--{flag} must be at least {minimum}, got {value}")
+                raise StartError(f"--{flag} must be at least 1, got {value}")
         if self.seed < 0:
             raise StartError(f"the seed of prompts must be at least 0, got {self.seed}")
         if not 0.0 <= self.range_ratio < 1.0:
@@ -110,19 +111,28 @@ class DatasetSpec:
             raise StartError("--dataset shared-prefix needs --shared-prefix-len of at least 1")
         if self.kind != "shared-prefix" and self.shared_prefix_len is not None:
             raise StartError("--shared-prefix-len needs --dataset shared-prefix")
+        if self.kind != "shared-prefix" and self.group_size is not None:
+            raise StartError("--group-size needs --dataset shared-prefix")
         if self.kind == "jsonl" and self.turns > 1:
             raise StartError("--turns needs a dataset that is made, not read from a file")
 
 
 def make(spec: DatasetSpec, *, stream: int = 0) -> list[Conversation]:
     """The conversations of `spec`, always the same ones for the same spec.  Another `stream` gives other prompts with
-    the same shared prefix, for the warm-up."""
+    the same shared prefixes, for the warm-up."""
     spec.check()
     if spec.kind == "jsonl":
         return _read(spec)
-    prefix = _prompt(np.random.default_rng([spec.seed, 0]), spec.shared_prefix_len or 0, spec)
+    size = spec.group_size or spec.count
+    prefixes = [_prefix(group, spec) for group in range(-(-spec.count // size))]
     rng = np.random.default_rng([spec.seed, 1, stream])
-    return [_conversation(rng, prefix, spec) for _ in range(spec.count)]
+    return [_conversation(rng, prefixes[i // size], spec) for i in range(spec.count)]
+
+
+def _prefix(group: int, spec: DatasetSpec) -> Prompt:
+    """What the prompts of a group begin with."""
+    seed = [spec.seed, 0, group] if group else [spec.seed, 0]
+    return _prompt(np.random.default_rng(seed), spec.shared_prefix_len or 0, spec)
 
 
 def _conversation(rng: np.random.Generator, prefix: Prompt, spec: DatasetSpec) -> Conversation:
