@@ -9,8 +9,8 @@ import msgspec
 from pydantic import BaseModel
 
 from tests.route_table import ENDPOINTS
+from tokserve.base.rooms import imported, rooms
 from tokserve.cli.options import add_flags
-from tokserve.dialects.sglang.routes import ENDPOINTS as SGLANG
 from tokserve.server.endpoint import Endpoint
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -62,7 +62,10 @@ def _row(action: argparse.Action) -> str:
 def routes_page() -> str:
     """docs/routes.md."""
     lines = [ROUTES_HEAD]
-    for title, endpoints in (("Routes", ENDPOINTS), ("With --sglang-api", SGLANG)):
+    optional = [
+        (f"With --{room.needs.replace('_', '-')}", imported(room.endpoints)) for room in rooms().values() if room.needs
+    ]
+    for title, endpoints in (("Routes", ENDPOINTS), *optional):
         lines += [f"## {title}\n", "| method and path | what it does | body | |", "|---|---|---|---|"]
         lines += [_route(endpoint) for endpoint in endpoints] + [""]
     return "\n".join(lines)

@@ -411,3 +411,20 @@ def test_a_session_in_the_path_of_a_server_with_a_root_path() -> None:
 
     assert asyncio.run(send()) == 200
     assert [turn["parent"] for turn in tree(server, "a")] == [None]
+
+
+@pytest.mark.parametrize(
+    "path", ["/sessions", "/sessions/next", "/sessions/a", "/sessions/a/tree", "/sessions/a/sequences"]
+)
+def test_only_allowed_hosts_read_sessions(path: str) -> None:
+    """A web page that has pointed its own name at this server reads no conversation."""
+    server = agents_site("A", allowed_hosts=["localhost"])
+    answer = server.post(
+        "/sessions/a/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "q"}], "max_tokens": 9},
+        headers={"Host": "evil.example"},
+    )
+    assert answer.status_code == 200  # as /v1/chat/completions does
+    assert server.get(path, headers={"Host": "localhost:8000"}).status_code == 200
+    refused = server.get(path, headers={"Host": "evil.example"})
+    assert refused.status_code == 403 and refused.json()["error"]["code"] == "host_not_allowed"

@@ -30,7 +30,7 @@ from tokserve.server import openapi
 from tokserve.server.api_process import ApiProcess
 from tokserve.server.endpoint import Endpoint, Handler
 from tokserve.server.http import body, errors
-from tokserve.server.http.auth import Keys, route_path
+from tokserve.server.http.auth import Keys, RoutePaths, route_path
 from tokserve.server.http.cors import add_cors
 from tokserve.server.http.disconnect import ClientDisconnected
 from tokserve.server.http.request_ids import RequestIds
@@ -101,9 +101,9 @@ def build_app(
         server.api_key or [],
         server.admin_api_key or [],
         remote_control=server.allow_remote_control,
-        control=frozenset(endpoint.path for endpoint in table if endpoint.control),
+        control=RoutePaths(endpoint.path for endpoint in table if endpoint.control),
         hosts=None if hosts is None or "*" in hosts else hosts,
-        guarded=frozenset(endpoint.path for endpoint in table if endpoint.guarded),
+        guarded=RoutePaths(endpoint.path for endpoint in table if endpoint.guarded),
     )
     app.add_middleware(Guard, keys=keys, endpoints=table)
     app.add_middleware(RequestIds, makes_ids=config.replies.enable_request_id_headers)

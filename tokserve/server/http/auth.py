@@ -10,6 +10,7 @@ import hmac
 import ipaddress
 from collections.abc import Container, Iterable
 
+from starlette.routing import compile_path
 from starlette.types import Scope
 
 from tokserve.base.errors import Forbidden, Unauthorized
@@ -68,6 +69,18 @@ class Keys:
                 )
             if any(name == b"origin" for name, _ in scope["headers"]):  # a web page in a browser of this machine
                 raise Forbidden("without an API key, control routes refuse web pages", code="remote_control")
+
+
+class RoutePaths:
+    """The paths that routes match: those of routes without parameters, and all that others take."""
+
+    def __init__(self, routes: Iterable[str]) -> None:
+        routes = tuple(routes)
+        self._plain = frozenset(path for path in routes if "{" not in path)
+        self._patterns = [compile_path(path)[0] for path in routes if "{" in path]
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._plain or any(pattern.match(str(path)) for pattern in self._patterns)
 
 
 def _check_host(scope: Scope, allowed: Container[str]) -> None:
