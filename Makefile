@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # OFF: no C++ extension; the references in torch serve instead, a hundred times slower.
 export TOKSERVE_NATIVE ?= ON
 
-.PHONY: help install serve docs test test-all coverage test-random test-loaded test-clients test-trainers test-real test-asan test-tsan test-wheel test-bounds check format audit clean ALWAYS
+.PHONY: help install serve docs test test-all coverage test-random test-loaded test-clients test-trainers test-real test-asan test-tsan test-wheel test-bounds test-newest wheels sdist check format audit clean ALWAYS
 
 help:
 	@echo 'make serve          install what serving needs into .venv, and serve the demo model'
@@ -90,6 +90,8 @@ test-loaded: install
 # The documentation as a site, in build/site; only the first call needs an index of packages.
 docs: build/docs/bin/mkdocs
 	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --quiet --strict
+	build/docs/bin/python scripts/docs/crawl.py build/site
+	@echo 'build/site/index.html'
 build/docs/bin/mkdocs:
 	$(PYTHON) -m venv build/docs
 	build/docs/bin/pip install --quiet --disable-pip-version-check 'mkdocs-material>=9.5,<10'
@@ -144,7 +146,23 @@ test-wheel: install
 
 # The lowest dependencies that pyproject.toml admits; gigabytes once, some minutes.
 test-bounds: install
-	$(BIN)/python -m tests.bounds
+	$(BIN)/python -m tests.bounds lowest
+
+# The newest that exist, torch, triton and transformers among them.
+test-newest: install
+	$(BIN)/python -m tests.bounds newest
+
+# What a release consists of: wheels for this processor's manylinux (needs Docker or Podman), and the sources.
+wheels:
+	$(PYTHON) -m venv build/cibuildwheel
+	build/cibuildwheel/bin/pip install --quiet --disable-pip-version-check 'cibuildwheel>=3,<4'
+	build/cibuildwheel/bin/cibuildwheel --platform linux --output-dir build/wheels
+
+sdist:
+	$(PYTHON) -m venv build/release
+	build/release/bin/pip install --quiet --disable-pip-version-check build twine
+	build/release/bin/python -m build --sdist --outdir build/sdist
+	build/release/bin/twine check --strict build/sdist/*
 
 CXX_FILES = $(wildcard csrc/*.h csrc/*.cpp tests/ops/*.cpp tests/ops/kernels/*.h tests/ops/kernels/*.cpp)
 

@@ -1,7 +1,8 @@
-"""What `make test-bounds` runs: the server with each dependency at the lowest version that pyproject.toml admits.
+"""What `make test-bounds` and `make test-newest` run: the server with each dependency at the lowest version that
+pyproject.toml admits, or at the newest that exists.
 
-The environment is build/bounds; it has a wheel of this tree, so that the compiled kernels are there, and a copy of the
-tests without the tree's package beside them.
+The environment is build/lowest or build/newest; it has a wheel of this tree, so that the compiled kernels are there,
+and a copy of the tests without the tree's package beside them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-HOME = ROOT / "build" / "bounds"
 TESTING = (
     "pytest>=8.3",
     "pytest-timeout>=2.3",
@@ -37,13 +37,15 @@ TESTS = (
     "tests/hf",
     "tests/client/test_sampling_params.py",
 )
-# transformers 5.6.2, which is the oracle here, computes these differently from later versions
-OTHERS = "not gemma2 and not granite4-no-rope"
+# transformers 5.6.2, the oracle at the lower bound, computes these differently from later versions
+ORACLE_DIFFERS = "not gemma2 and not granite4-no-rope"
 
 
-def lowest() -> list[str]:
-    """The dependencies, each pinned to its lower bound."""
+def requirements(end: str) -> list[str]:
+    """The dependencies, each pinned to its lower bound ("lowest") or as pyproject.toml has them ("newest")."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    if end == "newest":
+        return list(project["dependencies"])
     return [requirement.partition(",")[0].replace(">=", "==") for requirement in project["dependencies"]]
 
 
@@ -52,28 +54,41 @@ def run(*command: str | Path, where: Path = ROOT) -> None:
     subprocess.run([str(part) for part in command], cwd=where, check=True)
 
 
-def install() -> Path:
-    """The environment, made anew; returns its interpreter."""
-    shutil.rmtree(HOME, ignore_errors=True)
-    wheels = HOME / "wheels"
+def install(home: Path, end: str) -> Path:
+    """Make the environment anew; return its interpreter."""
+    shutil.rmtree(home, ignore_errors=True)
+    wheels = home / "wheels"
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", wheels, ".")
-    run(sys.executable, "-m", "venv", HOME / "venv")
-    python = HOME / "venv" / "bin" / "python"
+    run(sys.executable, "-m", "venv", home / "venv")
+    python = home / "venv" / "bin" / "python"
     (wheel,) = wheels.glob("*.whl")
-    run(python, "-m", "pip", "install", "--quiet", wheel, *lowest(), *TESTING)
+    run(python, "-m", "pip", "install", "--quiet", "--upgrade", wheel, *requirements(end), *TESTING)
     return python
 
 
-def main() -> None:
+def main(end: str) -> None:
     """Install, show what was installed, and run the tests."""
-    python = install()
+    home = ROOT / "build" / end
+    python = install(home, end)
     run(python, "-m", "pip", "list")
-    tree = HOME / "tree"
+    tree = home / "tree"
     shutil.copytree(ROOT / "tests", tree / "tests")
     shutil.copy(ROOT / "pyproject.toml", tree)
     run(python, "-P", tree / "tests" / "wheel.py", where=tree)
-    run(python, "-m", "pytest", "-q", "-W", "default", "-k", OTHERS, *TESTS, where=tree)
+    run(
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-W",
+        "default",
+        *(["-k", ORACLE_DIFFERS] if end == "lowest" else []),
+        *TESTS,
+        where=tree,
+    )
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] not in (["lowest"], ["newest"]):
+        sys.exit("usage: python -m tests.bounds lowest|newest")
+    main(sys.argv[1])

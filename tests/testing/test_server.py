@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import tomllib
+from pathlib import Path
 
 import httpx
 import psutil
@@ -45,6 +47,7 @@ def test_a_server_that_cannot_start() -> None:
 
 @pytest.mark.slow
 def test_the_fixtures(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest('pytest_plugins = ["tokserve.testing.plugin"]')
     pytester.makepyfile(
         """
         import asyncio, pytest
@@ -62,3 +65,8 @@ def test_the_fixtures(pytester: pytest.Pytester) -> None:
         """
     )
     pytester.runpytest_subprocess("-q", "-p", "no:randomly").assert_outcomes(passed=2)
+
+
+def test_a_plain_installation_adds_nothing_to_pytest() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert "pytest11" not in project.get("entry-points", {})

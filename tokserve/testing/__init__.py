@@ -6,7 +6,7 @@
     with tokserve.testing.scripted_server([ScriptedReply([5, 6, 7]), ScriptedReply(refuse=503)]) as s:
         ...                                  # the same without a model: given tokens and logprobs, and faults
 
-`tokserve.testing.plugin` has pytest fixtures of both; they are there wherever tokserve is installed.
+`tokserve.testing.plugin` has pytest fixtures of a real server; docs/testing.md says how to load them.
 """
 
 from tokserve.testing.process import ServerFailed, ServerProcess, server

@@ -1,6 +1,8 @@
-"""Pytest fixtures, loaded by pytest wherever tokserve is installed: `tokserve_server` and `tokserve_client`.
+"""Pytest fixtures, `tokserve_server` and `tokserve_client`.
 
-A test suite chooses model and options by a fixture of its own:
+A test suite loads them in the conftest.py of its root, and chooses model and options by a fixture of its own:
+
+    pytest_plugins = ["tokserve.testing.plugin"]
 
     @pytest.fixture(scope="session")
     def tokserve_options():
