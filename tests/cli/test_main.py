@@ -58,6 +58,12 @@ def test_an_empty_name_is_no_model(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("help", 0, "Begin with `tokserve serve demo`"),
         ("help serve", 0, "usage: tokserve serve MODEL"),
+        ("serve --help", 0, "--help=GROUP   the options of a group: model, "),
+        ("serve --help kv", 0, "--kv-cache-memory-bytes N"),
+        ("serve --help=KV_cache", 0, "--kv-cache-dtype"),
+        ("serve --help=images", 0, "--max-image-bytes"),
+        ("serve --help-all", 0, "--no-enable-prefix-caching"),
+        ("serve --help=all", 0, "--no-enable-prefix-caching"),
         ("help bench offline", 0, "usage: tokserve bench offline MODEL"),
         ("version", 0, "tokserve 0."),
         ("-V", 0, "tokserve 0."),

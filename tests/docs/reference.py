@@ -17,8 +17,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 OPTIONS_HEAD = """# Options
 
 This page lists every option of `tokserve serve`, and, with underscores, of `LLM(...)`, `AsyncLLM(...)` and
-`Config.make(...)`. It is made from `tokserve/config/` (`python -m tests.docs.reference`); `tokserve serve --help` has
-the same content.
+`Config.make(...)`. It is made from `tokserve/config/` (`python -m tests.docs.reference`); `tokserve serve --help=all`
+has the same content, `--help=WORD` the options about a word.
 
 On the command line, `--config FILE` reads options from a YAML file (`max-model-len: 4096`, and `model`); options on the
 command line override it. `--option.key value` sets one key of a JSON option, underscores are equivalent to dashes, the

@@ -258,7 +258,7 @@ def test_a_failed_start_has_a_reason_of_one_line(args: list[str], message: str) 
 def test_bad_flags_and_help() -> None:
     assert run("serve", "demo", "--no-such-flag").returncode == 2
     assert run().returncode == 2
-    shown = run("serve", "--help")
+    shown = run("serve", "--help=all")
     assert shown.returncode == 0
     for flag in ("--max-model-len", "--tokens-only", "--enable-prefix-caching", "--no-enable-prefix-caching", "--uds"):
         assert flag in shown.stdout

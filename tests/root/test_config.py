@@ -71,7 +71,7 @@ def test_rl_changes_defaults_only() -> None:
 
 
 def test_an_unknown_option_without_a_near_name_refers_to_help() -> None:
-    with pytest.raises(StartError, match="unknown option 'best_of_all'; `tokserve serve --help` lists all"):
+    with pytest.raises(StartError, match="unknown option 'best_of_all'; `tokserve serve --help=all` lists all"):
         Config.make(best_of_all=2)
 
 

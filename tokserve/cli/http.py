@@ -1,4 +1,4 @@
-"""Runs the HTTP server of one API process, with its banner and its line of statistics.
+"""Runs the HTTP server of one API process, with its line of statistics.
 
 uvicorn and the routes are imported while the engine loads.  The first signal drains, the second aborts the requests
 that still run.
@@ -192,21 +192,6 @@ async def _watch(llm: AsyncLLM, server: Any) -> None:
     logger.error("the engine died: %s; answering 503 for %.0f s, then exiting", llm.dead.private, DEAD_GRACE)
     await asyncio.sleep(DEAD_GRACE)
     server.should_exit = True
-
-
-def banner(llm: AsyncLLM, url: str, seconds: float) -> None:
-    """Log the engine's facts, the URL, and the seconds of the start."""
-    ready = llm.ready
-    facts = {name: value for name, value in ready.facts.items() if name != "ops" and value is not None}
-    logger.info("engine: %s", " ".join(f"{name}={value}" for name, value in facts.items()))
-    logger.info(
-        "kv cache: %d tokens (%d blocks of %d), max_model_len %d",
-        ready.num_blocks * ready.block_size,
-        ready.num_blocks,
-        ready.block_size,
-        ready.max_model_len,
-    )
-    logger.info("serving on %s, ready after %.1f s", url, seconds)
 
 
 async def report(llm: AsyncLLM, config: Config) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import tokserve
 from tokserve.base.errors import StartError
 from tokserve.bench.cli import add_bench, bench
+from tokserve.cli.help import add_help
 from tokserve.cli.options import add_flags, add_foreign_flags
 from tokserve.cli.words import completed, dashed, read_options
 
@@ -34,7 +35,9 @@ def parser() -> argparse.ArgumentParser:
         usage="tokserve serve MODEL [OPTION ...]",
         description="Serve a model over HTTP.  `tokserve serve demo` needs no download.",
         allow_abbrev=False,
+        add_help=False,
     )
+    add_help(serve)
     serve.add_argument(
         "model", nargs="?", default=None, help="checkpoint directory, GGUF file, hub name `owner/name`, or `demo`"
     )

@@ -93,7 +93,7 @@ def _add(group: Any, name: str, hint: Any) -> None:
         kind: Any = _size if name.endswith(("_bytes", "_memory")) else _count if name in COUNTS_OF_TOKENS else int
         group.add_argument(*flags, type=kind, metavar="N", **common)
     else:
-        group.add_argument(*flags, type=base, metavar=base.__name__.upper(), **common)
+        group.add_argument(*flags, type=base, metavar="TEXT" if base is str else "NUMBER", **common)
 
 
 class _Texts(argparse.Action):

@@ -19,7 +19,8 @@ import tokserve
 from tokserve.base import log, one_blas_thread  # noqa: F401
 from tokserve.base.errors import StartError
 from tokserve.cli import listen
-from tokserve.cli.http import ApiServer, Signals, banner, report
+from tokserve.cli.banner import log_ready
+from tokserve.cli.http import ApiServer, Signals, report
 from tokserve.config import SECRET, WITHOUT_EFFECT, Config, option_values
 from tokserve.config.resolve import model_name, resolve
 from tokserve.config.vllm import own_options
@@ -47,10 +48,10 @@ def serve_config(
     try:
         config = resolve(options)
         if config.parallel.headless:
-            logger.info("tokserve %s: %s", tokserve.__version__, chosen(config))
+            _log_options(options, config)
             return headless.hold(config)
         with listen.bind(config) as sock:
-            logger.info("tokserve %s: %s", tokserve.__version__, chosen(config))
+            _log_options(options, config)
             return uvloop.run(_run(config, sock, started, make_server))
     except StartError as error:
         if options.logs.log_format == "text":
@@ -69,6 +70,12 @@ def chosen(config: Config) -> str:
     return " ".join(words)
 
 
+def _log_options(options: Config, config: Config) -> None:
+    """Log the version and the options as they were given, and for debugging as they were resolved."""
+    logger.info("tokserve %s: %s", tokserve.__version__, chosen(options))
+    logger.debug("resolved: %s", chosen(config))
+
+
 async def _run(config: Config, sock: socket.socket, started: float, make_server: Callable[[Config], ApiServer]) -> int:
     front = make_server(config) if config.server.api_server_count == 1 else Supervisor(config, sock)
     starting = asyncio.create_task(front.start())
@@ -80,7 +87,7 @@ async def _run(config: Config, sock: socket.socket, started: float, make_server:
             return 0
         starting.result()
         listen.begin(sock, config)  # clients can connect now, and are served below
-        banner(front.llm, listen.url(config, sock), time.monotonic() - started)
+        log_ready(front.llm, config, listen.url(config, sock), time.monotonic() - started)
         reporting = asyncio.create_task(report(front.llm, config))
         try:
             return await front.serve(sock, signals)

@@ -124,7 +124,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for name, value in values.items():
             if name not in group_of:
                 close = difflib.get_close_matches(name, group_of, 1)
-                hint = f"did you mean {close[0]!r}?" if close else "`tokserve serve --help` lists all"
+                hint = f"did you mean {close[0]!r}?" if close else "`tokserve serve --help=all` lists all"
                 raise StartError(f"unknown option {name!r}; {hint}")
             if name == "model" and value is None:  # an unset variable must not select the demo model
                 raise StartError("option model: must be str, got None")

@@ -202,7 +202,7 @@ def bind(
         setattr(sys.modules[__name__], name, value)
     common, _ = Counter(chosen.values()).most_common(1)[0]
     others = [f"{name}={implementation}" for name, implementation in chosen.items() if implementation != common]
-    logger.info("ops: %s%s", common, f", but {', '.join(others)}" if others else "")
+    logger.debug("ops: %s%s", common, f", but {', '.join(others)}" if others else "")
     return chosen
 
 
