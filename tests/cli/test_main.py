@@ -61,7 +61,7 @@ def test_an_empty_name_is_no_model(capsys: pytest.CaptureFixture[str]) -> None:
         ("serve --help", 0, "--help=GROUP   the options of a group: model, "),
         ("serve --help kv", 0, "--kv-cache-memory-bytes N"),
         ("serve --help=KV_cache", 0, "--kv-cache-dtype"),
-        ("serve --help=images", 0, "--max-image-bytes"),
+        ("serve --help=images", 0, "--allowed-local-media-path"),
         ("serve --help-all", 0, "--no-enable-prefix-caching"),
         ("serve --help=all", 0, "--no-enable-prefix-caching"),
         ("help bench offline", 0, "usage: tokserve bench offline MODEL"),
