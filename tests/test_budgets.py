@@ -121,7 +121,15 @@ def test_environment_names_are_few() -> None:
     env = {m for p in FILES for m in re.findall(r"TOKSERVE_[A-Z_]+", p.read_text())}
     assert len(env) <= MAX_ENV, env
     readers = {p.name for p in FILES if "os.environ" in p.read_text()}
-    libraries = {"broadcast.py", "dense.py", "placement.py", "worker.py", "worker_process.py", "one_blas_thread.py"}
+    libraries = {
+        "broadcast.py",
+        "collectives.py",
+        "dense.py",
+        "placement.py",
+        "worker.py",
+        "worker_process.py",
+        "one_blas_thread.py",
+    }
     assert readers <= {*RESOLVE, "http.py"} | libraries, readers
 
 

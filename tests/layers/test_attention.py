@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tokserve import ops
 from tokserve.layers.attention import Attention, AttentionSpec
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.norm import NormSpec
@@ -88,3 +89,17 @@ def test_block_equals_its_formula(window: int, qk_norm: bool, qkv_bias: bool, ou
     x = torch.randn(TOKENS, HIDDEN, generator=generator)
     batch = one_row(block.kv_spec(), layer=1)
     torch.testing.assert_close(block(x, batch, 1, TABLE), expected(x, weights, window), atol=2e-5, rtol=1e-5)
+
+
+def test_layers_that_divide_their_work_differently_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of a GPU follow from the heads' size and the cache's type, too."""
+    dims: list[int] = []
+    monkeypatch.setattr(ops, "attention_work", lambda q, *rest: dims.append(q.shape[-1]))
+    batch = one_row(KVSpec(KV_HEADS, DIM, "float32"))
+    for dim in (DIM, DIM, 8):
+        layer = Attention(
+            HIDDEN, AttentionSpec(HEADS, KV_HEADS, dim, 1.0, RopeSpec(dim, 50.0)), LayerOptions(torch.float32)
+        )
+        keys = torch.zeros(batch.block_tables.shape[1], *KVSpec(KV_HEADS, dim, "float32").shapes(PAGE)[0])
+        layer.mix(torch.zeros(TOKENS, HEADS, dim), keys, keys, batch, batch)
+    assert dims == [DIM, 8]

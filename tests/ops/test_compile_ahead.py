@@ -1,4 +1,5 @@
-"""A start on a GPU compiles kernels side by side: nothing runs meanwhile, and nothing is compiled again."""
+"""A start on a GPU compiles kernels side by side: nothing of its own runs meanwhile, on no other device, and nothing is
+compiled again."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import pytest
 pytest.importorskip("triton")
 
 PROGRAM = """
-import json, sys
+import json, sys, threading
 from types import SimpleNamespace
 import torch
 from triton.backends.compiler import GPUTarget
@@ -23,7 +24,9 @@ from tokserve import ops
 from tokserve.ops.registry import OPS
 from tokserve.gpu.kernels import launch
 
-launches, loads = [], []
+launches, loads, devices = [], [], set()
+local = threading.local()
+local.device = 1  # of this thread; other threads begin with device 0, as CUDA has it
 
 class Launcher:
     def __init__(self, source, metadata):
@@ -34,6 +37,7 @@ class Launcher:
 
 def load_binary(name, kernel, shared, device):
     loads.append(name)
+    devices.add(device)
     return "module", "function", 0, 0, 1024
 
 class Driver:
@@ -42,29 +46,41 @@ class Driver:
         load_binary=load_binary, get_device_properties=lambda device: {"max_shared_mem": 232448}
     )
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-    get_current_device = staticmethod(lambda: 0)
+    get_current_device = staticmethod(lambda: getattr(local, "device", 0))
+    set_current_device = staticmethod(lambda device: setattr(local, "device", device))
     get_current_stream = staticmethod(lambda device: 0)
 
 driver.set_active(Driver())
 call = OPS["linear"].implementations["triton"].call
 weight = ops.PackedWeight(8192, 64, torch.bfloat16, torch.zeros(8192, 64, dtype=torch.bfloat16))
 
-def products():
-    for rows in (1, 2, 300):
+def products(numbers=(1, 2, 300)):
+    for rows in numbers:
         call(torch.zeros(rows, 64, dtype=torch.bfloat16), weight, None)
+
+def of_another_thread():
+    local.device = 1
+    products([1])
 
 before = JITFunction.run
 with launch.compile_ahead(2):
     products()
+    own = len(launches)
+    other = threading.Thread(target=of_another_thread)
+    other.start()
+    other.join()
+    others = len(launches) - own
 assert JITFunction.run is before
-report = {"launched_meanwhile": len(launches), "loaded": len(loads)}
+report = {"launched_meanwhile": own, "launched_by_another": others, "loaded": len(loads), "devices": sorted(devices)}
+launches.clear()
+loads_before = len(loads)
 
 def compiles(self, *arguments):
     raise AssertionError("compiled again")
 
 JITFunction._do_compile = compiles
 products()
-json.dump(report | {"launched": len(launches), "loaded_later": len(loads) - report["loaded"]}, sys.stdout)
+json.dump(report | {"launched": len(launches), "loaded_later": len(loads) - loads_before}, sys.stdout)
 """
 
 
@@ -75,4 +91,11 @@ def test_kernels_are_compiled_and_loaded_once_and_run_later(tmp_path: Path) -> N
     )
     assert done.returncode == 0, done.stderr[-3000:]
     # tiles for few rows and for many, of which rows 1 and 2 share the first
-    assert json.loads(done.stdout) == {"launched_meanwhile": 0, "loaded": 2, "launched": 3, "loaded_later": 0}
+    assert json.loads(done.stdout) == {
+        "launched_meanwhile": 0,
+        "launched_by_another": 1,
+        "loaded": 2,
+        "devices": [1],
+        "launched": 3,
+        "loaded_later": 0,
+    }

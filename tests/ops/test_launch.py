@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from itertools import product
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -55,3 +57,25 @@ def test_programmatic_dependent_launch_is_used_only_where_the_table_has_it(monke
     assert launch.launched(None) == launch.EXACT  # in the interpreter, and on any card until one has shown that it pays
     monkeypatch.setattr(launch, "is_dependent", lambda device: device == 1)
     assert launch.launched(1) == launch.EXACT | {"launch_pdl": True} and launch.launched(0) == launch.EXACT
+
+
+def test_a_captured_step_keeps_the_tables_that_the_cache_drops() -> None:
+    device = torch.device("cpu")
+    with launch.kept_tables() as tables:
+        table = launch.addresses((16, 32), device)
+        assert launch.addresses((16, 32), device) is table
+    assert len(tables) == 2 and all(one is table for one in tables)
+    launch._table_of.cache_clear()
+    assert launch.addresses((16, 32), device) is not table, "a table that is not kept would be freed"
+    assert len(tables) == 2, "what is launched afterwards is not collected"
+
+
+def test_threads_have_counters_of_their_own() -> None:
+    """Engines may be threads of one process, whose kernels run side by side."""
+    device = torch.device("cpu")
+    counters = launch.counters(device)
+    of_thread: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: of_thread.append(launch.counters(device)))
+    thread.start()
+    thread.join()
+    assert launch.counters(device) is counters and of_thread[0] is not counters

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from huggingface_hub import errors as hub
 
+from tokserve.base import gpus
 from tokserve.base.errors import StartError
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.config import Config, RuntimeConfig, fields, vllm
@@ -474,15 +475,19 @@ def test_a_gpu_is_taken_where_there_is_one_with_its_kernels(checkpoint: Path, mo
         actual = resolve(Config.make(model=str(checkpoint), **options))
         return actual.runtime.device, actual.cache.block_size
 
-    monkeypatch.setattr("tokserve.config.resolve.GPU_FILE", checkpoint / "absent")
+    monkeypatch.setattr(gpus, "count_nvidia_gpus", lambda: 0)
     assert resolved() == ("cpu", 16)
     assert resolved(device="cuda") == ("cuda", 64)
     assert resolved(device="cuda", block_size=32) == ("cuda", 32)
-    monkeypatch.setattr("tokserve.config.resolve.GPU_FILE", checkpoint)
+    monkeypatch.setattr(gpus, "count_nvidia_gpus", lambda: 1)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert resolved() == ("cpu", 16)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "triton")
     assert resolved() == ("cuda", 64)
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert resolved() == ("cpu", 16)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     for quantization in ("int8", "int4"):
         assert resolved(quantization=quantization) == ("cuda", 64)
     with pytest.raises(StartError, match="quantization_activations is for integer weights on a CPU"):

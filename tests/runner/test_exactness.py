@@ -38,6 +38,7 @@ class GatedByTheBatch(GatedLinear):
 def model(monkeypatch: pytest.MonkeyPatch) -> Decoder:
     monkeypatch.setattr(exactness, "SIZES", (1, 64))
     monkeypatch.setattr(exactness, "MOST", 70)
+    monkeypatch.setattr(exactness, "LONG", 400)
     return load(
         Path(), tiny_config("qwen3"), dtype="float32", head_dtype="auto", load_format="dummy", seed=0, max_model_len=64
     )
@@ -76,7 +77,67 @@ def test_attention_that_differs_between_steps_chunks_and_prompts_is_detected(
     for wrong in (2, exactness.CHUNK + 1, exactness.PROMPT):  # noqa: B007  (read above)
         requested.clear()
         assert exactness.unequal_attention(model, pages) == ["attention of 4 heads of 16"]
-        assert requested == [exactness.PROMPT, 2, exactness.CHUNK + 1]
+        assert requested[2:] == [exactness.PROMPT, 2, exactness.CHUNK + 1]
+
+
+def test_attention_of_ragged_rows_is_asked(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = [tuple(torch.zeros(9, *shape) for shape in spec.shapes(16)) for spec in model.kv_specs()]
+    spans = exactness.ragged(exactness.LONG)
+    counts = {end - start for start, end in spans}
+    assert len(spans) == 40 and counts == {1, 4, exactness.CHUNK} and spans[-1][1] == exactness.LONG
+    attend = ops.paged_attention
+
+    def attend_drafts_otherwise(q: Tensor, *rest: Any) -> Tensor:
+        out = attend(q, *rest)
+        starts = rest[3]
+        if len(starts) == 41:
+            out[starts[40] - 1] *= 1.0 + 2**-20  # the last draft of the last row
+        return out
+
+    monkeypatch.setattr(ops, "paged_attention", attend_drafts_otherwise)
+    assert exactness.unequal_attention(model, pages) == ["attention of 4 heads of 16"]
+
+
+def test_experts_that_depend_on_the_batch_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exactness, "SIZES", (1, 64))
+    monkeypatch.setattr(exactness, "MOST", 70)
+    hf = tiny_config("qwen3_moe")
+    model = load(Path(), hf, dtype="float32", head_dtype="auto", load_format="dummy", seed=0, max_model_len=64)
+    assert exactness.unequal_products(model) == []
+    experts = ops.experts
+
+    def by_their_number(x: Tensor, *rest: Any) -> Tensor:
+        return by_the_batch(experts(x, *rest))
+
+    monkeypatch.setattr(ops, "experts", by_their_number)
+    assert exactness.unequal_products(model) == ["experts"]
+    assert exactness.unequal_products(model, experts=False) == []
+
+
+def test_rows_in_another_order_are_asked(model: Decoder) -> None:
+    def by_place(rows: Tensor, adapters: Tensor) -> Tensor:
+        out = rows * 2.0
+        return out * (1.0 + 2**-20 if len(rows) > 64 and rows[0, 0] != first else 1.0)
+
+    first = exactness.random_rows(0, 70, 4)[0, 0]
+    assert not exactness.is_batch_invariant(by_place, 4, torch.float32)
+
+
+class DoesNotFit(Exception):
+    pass
+
+
+def test_layers_whose_kernels_do_not_fit_are_named(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = [tuple(torch.zeros(9, *shape) for shape in spec.shapes(16)) for spec in model.kv_specs()]
+
+    def attend(*arguments: Any) -> Tensor:
+        raise DoesNotFit("shared memory, required: 131072, limit: 101376")
+
+    assert exactness.unsupported(model, pages, (DoesNotFit,)) == []
+    monkeypatch.setattr(ops, "paged_attention", attend)
+    assert exactness.unsupported(model, pages, (DoesNotFit,)) == [
+        "attention of 4 heads of 16: shared memory, required: 131072, limit: 101376"
+    ]
 
 
 def test_latent_attention_that_differs_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,10 @@ def gpu(path: Path, hf: dict[str, Any], **options: Any) -> Loaded:
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
-@pytest.mark.parametrize(("dtype", "big"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+@pytest.mark.parametrize(
+    ("dtype", "big"),
+    [("float32", False), ("bfloat16", False), ("bfloat16", True), ("float16", False), ("float16", True)],
+)
 def test_batching_chunks_slots_and_preemption_change_no_bit(tmp_path: Path, dtype: str, big: bool, eager: bool) -> None:
     runner, facts = gpu(tmp_path, tiny_config("qwen3") | (BIG if big else {}), dtype=dtype, enforce_eager=eager)
     assert facts.facts["exact"] is True

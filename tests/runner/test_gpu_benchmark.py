@@ -51,6 +51,8 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(CudaBackend, "warm_ups", CudaBackend.warm_ups[:1])
     monkeypatch.setattr(exactness, "SIZES", (2,))
     monkeypatch.setattr(exactness, "MOST", 3)
+    monkeypatch.setattr(exactness, "LONG", 301)
+    monkeypatch.setattr(exactness, "ROWS", 3)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return module
 

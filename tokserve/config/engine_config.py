@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import msgspec
 
+from tokserve.base import gpus
 from tokserve.base.cpu_list import cpu_list, cpus_by_node
 from tokserve.base.errors import StartError
 from tokserve.config import Config, RuntimeConfig
 
-GPU_FILE = Path("/dev/nvidiactl")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -65,6 +64,11 @@ def _replica_cpus(runtime: RuntimeConfig, size: int) -> list[int]:
     return cpus if (runtime.cpu_threads or 0) * size == len(cpus) else []
 
 
+def are_gpus_visible() -> bool:
+    """Whether the environment lets this process use a GPU of the machine."""
+    return os.environ.get(VISIBLE, "0").strip() not in ("", "-1")
+
+
 def replica_environment(config: Config, rank: int) -> dict[str, str] | None:
     """The environment of one of several engines, in which it sees GPUs that no other has; None: that of this process.
     Raises StartError if there are fewer GPUs than engines."""
@@ -73,8 +77,7 @@ def replica_environment(config: Config, rank: int) -> dict[str, str] | None:
     size, devices = config.parallel.data_parallel_size, os.environ.get(VISIBLE)
     num_ranks = config.parallel.ranks_here
     if devices is None:
-        num_files = len([path for path in GPU_FILE.parent.glob("nvidia*") if path.name[6:].isdigit()])
-        visible = [str(index) for index in range(num_files)]
+        visible = [str(index) for index in range(gpus.count_nvidia_gpus())]
     else:
         visible = [name for name in devices.split(",") if name]
     if len(visible) < size * num_ranks:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from tokserve import checkpoint
-from tokserve.base import cgroups
+from tokserve.base import cgroups, gpus
 from tokserve.base.cpu_list import cpu_list
 from tokserve.base.errors import StartError
 from tokserve.base.rooms import contributions
@@ -29,7 +29,7 @@ from tokserve.config import (
     RuntimeConfig,
     ServerConfig,
 )
-from tokserve.config.engine_config import GPU_FILE
+from tokserve.config.engine_config import are_gpus_visible
 from tokserve.config.option_checks import check, check_encoder, is_local, is_open
 from tokserve.features.pooling import encoders
 from tokserve.features.pooling.classifier import is_base, is_classifier
@@ -230,7 +230,14 @@ def _allowed_hosts(server: ServerConfig) -> list[str]:
 def _device(device: str) -> Any:
     if device != "auto":
         return device
-    return "cuda" if GPU_FILE.exists() and importlib.util.find_spec("triton") else "cpu"
+    if not gpus.count_nvidia_gpus():
+        if gpus.has_amd_gpu():
+            logger.warning("this machine has an AMD GPU, which is not supported: serving on the CPU")
+        return "cpu"
+    if not importlib.util.find_spec("triton"):
+        logger.warning("this machine has a GPU, but Triton is not installed (pip install triton): serving on the CPU")
+        return "cpu"
+    return "cuda" if are_gpus_visible() else "cpu"
 
 
 def _dtype(dtype: str, hf: dict[str, Any]) -> Any:

@@ -11,7 +11,6 @@ from itertools import product
 import torch
 
 from tokserve import ops
-from tokserve.families.mixtures.experts import Mixture
 from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.models.decoder import Decoder
 from tokserve.runner import exactness
@@ -19,10 +18,9 @@ from tokserve.runner import exactness
 
 def launch_all(model: Decoder, kv: Pages, batches: Iterable[ForwardBatch]) -> None:
     """Launch products and attention of all shapes, steps of these batches, and the sampling of most requests."""
-    exactness.unequal_products(model)
+    exactness.unequal_products(model, experts=False)  # rows are sorted by computed experts
     exactness.unequal_attention(model, kv)
-    has_experts = any(isinstance(block.mlp, Mixture) for block in model.blocks)  # rows are sorted by computed experts
-    if model.implementation == "tokserve" and not has_experts:
+    if model.implementation == "tokserve" and not model.spec.has_experts:
         for batch in batches:
             model.forward(batch)
     one = torch.ones(1, device=ops.torch_device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import deque
 from functools import partial
@@ -119,13 +120,22 @@ class CudaBackend:
             for rows in compile_ahead.row_counts(self._max_rows)
             for tokens in (rows, rows + 1)
         ]
+        failures: tuple[type[Exception], ...] = (RuntimeError, OSError, SubprocessError, *kernel_errors())
         try:
             with torch.inference_mode(), compiling:
                 compile_ahead.launch_all(model, kv, batches)
-        except (RuntimeError, OSError, SubprocessError) as error:  # the start raises what cannot be compiled
+        except failures as error:
             logger.warning("kernels are compiled one by one: %s", error)
+            self._check_kernels(model, kv)
             return
         logger.info("most kernels are compiled, in %.1f s", time.perf_counter() - began)
+
+    def _check_kernels(self, model: Decoder, kv: Pages) -> None:
+        """Raises StartError that names the layers whose kernels this device cannot run."""
+        with torch.inference_mode():
+            unsupported = exactness.unsupported(model, kv, kernel_errors())
+        if unsupported:
+            raise StartError(f"this GPU cannot run kernels that the model needs: {'; '.join(unsupported)}")
 
     def _pages_of_one_block(self, specs: tuple[LayerSpec, ...], block_size: int) -> Pages:
         one_state = StateLayout(1, 0, 0, self._most_drafts + 1)
@@ -278,6 +288,12 @@ class CudaBackend:
         self.kv = kv
         if self.states is not None:
             self.states.kv = kv
+
+
+def kernel_errors() -> tuple[type[Exception], ...]:
+    """What Triton raises for a kernel that cannot be compiled, or does not fit; nothing before it is imported."""
+    errors = sys.modules.get("triton.errors")
+    return () if errors is None else (errors.TritonError,)
 
 
 def _batch_in_one_page(tokens: int, rows: int, width: int, kv: Pages) -> ForwardBatch:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokserve import ops
 from tokserve.gpu.device_slots import DecodeRows, DeviceSlots
 from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.models.decoder import Decoder
@@ -58,10 +59,12 @@ def prompt_rows(tokens: int, max_rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CudaGraph:
-    """A captured step of `batch`, whose tensors are filled in before each replay, or by it for the `rows` of decode."""
+    """A captured step of `batch`, whose tensors are filled in before each replay, or by it for the `rows` of decode.
+    `tables`: what its kernels read besides."""
 
     batch: ForwardBatch
     run: Callable[[], Tensor]  # [T, ...] of all tokens, good until the next run of any graph
+    tables: list[Tensor]
     rows: DecodeRows | None = None
 
 
@@ -95,8 +98,9 @@ class CudaGraphs(ABC):
                 decoded = slots.decode_rows(rows, kv, adapters=adapted) if self.decodes else None
                 batch = decoded.batch if decoded else slots.empty_batch(rows, kv, tokens=tokens, adapters=adapted)
                 out = torch.empty_like(step(batch)) if out is None else out
-                run = device.capture(partial(_run, step, batch, slots, decoded, out[:tokens]), pool)
-                self.captured[tokens, rows, adapted] = CudaGraph(batch, run, decoded)
+                with ops.kept_tables() as tables:
+                    run = device.capture(partial(_run, step, batch, slots, decoded, out[:tokens]), pool)
+                self.captured[tokens, rows, adapted] = CudaGraph(batch, run, tables, decoded)
 
     @abstractmethod
     def fits(self, plan: StepPlan) -> bool: ...

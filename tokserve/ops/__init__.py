@@ -10,11 +10,12 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tokserve.ops import (
     attention,
@@ -212,6 +213,15 @@ def compile_ahead(jobs: int) -> AbstractContextManager[None] | None:
     if torch_device.type != "cuda":
         return None
     context: AbstractContextManager[None] = import_module("tokserve.gpu.kernels.launch").compile_ahead(jobs)
+    return context
+
+
+def kept_tables() -> AbstractContextManager[list[Tensor]]:
+    """A context that collects the tensors that kernels of this thread read besides their arguments: who captures a step
+    keeps them."""
+    if torch_device.type != "cuda":
+        return nullcontext([])
+    context: AbstractContextManager[list[Tensor]] = import_module("tokserve.gpu.kernels.launch").kept_tables()
     return context
 
 

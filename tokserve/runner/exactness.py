@@ -1,12 +1,13 @@
 """Checks at start-up that products and attention are batch invariant: a row has the same bits whatever is beside it.
 
 A library may choose another order of summation for another number of rows, and not every GPU and compiler has been
-tried.  The checks take a second at most.
+tried.  The checks take a second or two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,28 +24,56 @@ from tokserve.models.decoder import Decoder
 SIZES = (1, 2, 3, 8, 16, 33, 64, 65, 100, 128, 129, 200)  # rows; every tile shape is used
 MOST = 300
 PROMPT, CHUNK = 300, 45  # tokens attention is asked with: more than it takes together, and no multiple of anything
+LONG = 1500  # tokens of the longest of the ragged rows: more splits than two, more than most windows
+ROWS, DRAFTS = 40, 3
+Check = Callable[[], bool]
 Product = Callable[[Tensor, Tensor], Tensor]  # of rows [n, inputs], and the adapter [n] int32 of each
 
 
-def unequal_products(model: Decoder) -> list[str]:
-    """Names of the projections, of the head, and of what adapters add to such a projection, whose rows depend on how
-    many there are, and of gates that do on whether they are fused.  Of projections of one name and size the first is
-    checked."""
+def unequal_products(model: Decoder, *, experts: bool = True) -> list[str]:
+    """Names of the checks of `product_checks` that fail."""
+    return [name for name, is_equal in product_checks(model, experts=experts) if not is_equal()]
+
+
+def product_checks(model: Decoder, *, experts: bool = True) -> list[tuple[str, Check]]:
+    """Whether the rows of a product depend on how many there are and in which order: of the projections, of layers with
+    experts, of the head, and of what adapters add to a projection; and whether a gate depends on being fused.
+
+    Of projections of one name and size, and of layers with experts of one spec, the first is checked.  `experts` False
+    leaves those out: which rows an expert multiplies is computed.
+    """
     linears: dict[tuple[str, int, int], Linear] = {}
     for path, linear in model.named_linears().items():
         linears.setdefault((path.rpartition(".")[2], linear.inputs, linear.outputs), linear)
-    unequal = [
-        name
-        for (name, *_), linear in linears.items()
-        if not is_batch_invariant(_plain(linear), linear.inputs, linear.dtype)
+    named = [(name, linear) for (name, *_), linear in linears.items()]
+    checks: list[tuple[str, Check]] = [
+        (name, partial(is_batch_invariant, _plain(linear), linear.inputs, linear.dtype)) for name, linear in named
     ]
-    unequal += [f"the gate of {name}" for (name, *_), linear in linears.items() if not _gates_alike(linear)]
-    if not is_batch_invariant(_plain(model.logits), model.spec.hidden, model.dtype):
-        unequal.append("head")
-    for (name, *_), linear in linears.items():
-        if linear.lora is not None and not is_batch_invariant(_adapted(linear.lora), linear.inputs, linear.dtype):
-            unequal.append(f"adapters of {name}")
-    return unequal
+    checks += [(f"the gate of {name}", partial(_gates_alike, linear)) for name, linear in named]
+    if experts and model.implementation == "tokserve":
+        specs = [model.spec.blocks[number].mlp for number in model.numbers]
+        kinds = {spec: block.mlp for spec, block in zip(specs, model.blocks, strict=True) if spec.has_experts}
+        checks += [
+            ("experts", partial(is_batch_invariant, _plain(layer), model.spec.hidden, model.dtype))
+            for layer in kinds.values()
+        ]
+    checks.append(("head", partial(is_batch_invariant, _plain(model.logits), model.spec.hidden, model.dtype)))
+    return checks + [
+        (f"adapters of {name}", partial(is_batch_invariant, _adapted(linear.lora), linear.inputs, linear.dtype))
+        for name, linear in named
+        if linear.lora is not None
+    ]
+
+
+def unsupported(model: Decoder, pages: Pages, errors: tuple[type[Exception], ...]) -> list[str]:
+    """The checks that cannot be made because a kernel raises one of `errors`: their names, each with the error."""
+    failures = []
+    for name, check in [*product_checks(model), *attention_checks(model, pages)]:
+        try:
+            check()
+        except errors as error:
+            failures.append(f"{name}: {error}")
+    return failures
 
 
 def accept_libraries(model: Decoder) -> list[tuple[int, int]]:
@@ -66,41 +95,51 @@ def _gates_alike(linear: Linear) -> bool:
 
 
 def is_batch_invariant(product: Product, inputs: int, dtype: torch.dtype) -> bool:
-    """Whether a row has the same bits for all these numbers of rows, first or last among them."""
+    """Whether a row has the same bits for all these numbers of rows, first or last among them, and in another order."""
     rows = random_rows(0, MOST, inputs).to(ops.torch_device, dtype)
     adapters = (torch.arange(1, MOST + 1, device=ops.torch_device) % 3 - 1).int()
     whole = product(rows, adapters)
+    mixed = torch.randperm(MOST, generator=torch.Generator().manual_seed(0)).to(ops.torch_device)
     same = [
         torch.equal(product(rows[part], adapters[part].clone()), whole[part])
         for size in SIZES  # no early end: the call with each size also compiles its kernel
-        for part in (slice(size), slice(-size, None))
+        for part in (slice(size), slice(-size, None), mixed[:size])
     ]
-    return all(same)
+    return all(same) and torch.equal(product(rows[mixed], adapters[mixed]), whole[mixed])
 
 
 def unequal_attention(model: Decoder, pages: Pages) -> list[str]:
-    """Descriptions of the kinds of attention layers whose decode steps, chunks and whole prompts differ in bits.
-    `pages` are the layers' tensors, of which only shapes and types count.  Layers with states are not asked."""
+    """Names of the checks of `attention_checks` that fail."""
+    return [name for name, is_equal in attention_checks(model, pages) if not is_equal()]
+
+
+def attention_checks(model: Decoder, pages: Pages) -> list[tuple[str, Check]]:
+    """Whether decode steps, chunks and whole prompts have the same bits, for each kind of attention layer.  `pages` are
+    the layers' tensors, of which only shapes and types count.  Layers with states are not asked."""
     kinds: dict[tuple[Any, ...], tuple[AttentionProbe, Tensor]] = {}
     for block, (cache, *_) in zip(model.blocks, pages, strict=False):
         if (probe := block.attention.probe()) is not None:
             kinds.setdefault(probe.kind, (probe, cache))
-    return [probe.name for probe, cache in kinds.values() if not attends_alike(probe, cache)]
+    return [(probe.name, partial(attends_alike, probe, cache)) for probe, cache in kinds.values()]
 
 
 def attends_alike(probe: AttentionProbe, cache: Tensor) -> bool:
-    """Whether queries have the same bits in a step, in a chunk and in the whole prompt, another row beside them.
+    """Whether queries have the same bits in a step, in a chunk, among many ragged rows, and in the whole prompt.
     `cache`: the layer's first tensor, of which only shape and type count."""
     page, device = cache.shape[-2], cache.device
-    attention = probe.attend(cache, PROMPT)
+    attention = probe.attend(cache, LONG)
 
     def attend(*spans: tuple[int, int]) -> Tensor:
         counts = torch.tensor([0, *(end - start for start, end in spans)], device=device)
         ends = torch.tensor([end for _, end in spans], dtype=torch.int32, device=device)
-        tables = torch.arange(-(-PROMPT // page), dtype=torch.int32, device=device).repeat(len(spans), 1)
+        tables = torch.arange(-(-LONG // page), dtype=torch.int32, device=device).repeat(len(spans), 1)
         rows = torch.cat([torch.arange(start, end, device=device) for start, end in spans])
         return attention(rows, tables, counts.cumsum(0).int(), ends)
 
+    whole, spans = attend((0, LONG)), ragged(LONG)
+    ragged_rows = torch.cat([whole[start:end] for start, end in spans])
+    if not torch.equal(attend(*spans), ragged_rows):
+        return False
     whole = attend((0, PROMPT))
     step, chunk = attend((PROMPT - 1, PROMPT), (0, 1)), attend((PROMPT - CHUNK, PROMPT), (0, 1))
     return (
@@ -109,6 +148,14 @@ def attends_alike(probe: AttentionProbe, cache: Tensor) -> bool:
         and torch.equal(chunk[:CHUNK], whole[-CHUNK:])
         and torch.equal(chunk[CHUNK], whole[0])
     )
+
+
+def ragged(longest: int) -> list[tuple[int, int]]:
+    """First and last position of the queries of ROWS rows of a step, of lengths from 1 to `longest`: most have one
+    query, every fifth has drafts behind it, and one is a chunk of a prompt."""
+    ends = [1 + row * (longest - 1) // (ROWS - 1) for row in range(ROWS)]
+    counts = [CHUNK if row == ROWS // 2 else 1 + DRAFTS * (row % 5 == 4) for row in range(ROWS)]
+    return [(max(0, end - count), end) for end, count in zip(ends, counts, strict=True)]
 
 
 def _plain(product: Callable[[Tensor], Tensor]) -> Product:

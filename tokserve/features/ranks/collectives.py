@@ -6,6 +6,7 @@ the caller provides.  Nothing is pickled.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 else:
     from torch.distributed import Store
 
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 LONGEST = timedelta(days=7)  # a rank may wait for another that loads; who hangs is for the engine to find out
 
 
@@ -61,7 +63,10 @@ class ProcessGroup:
         torch_distributed: Any = distributed
         scoped = torch_distributed.PrefixStore(name, store)
         if nccl:
-            self._group: Any = torch_distributed.ProcessGroupNCCL(scoped, rank, size)
+            os.environ.setdefault(ERROR_HANDLING, "0")  # torch reads it now, and by default ends an idle process
+            patient = torch_distributed.ProcessGroupNCCL.Options()
+            patient._timeout = LONGEST
+            self._group: Any = torch_distributed.ProcessGroupNCCL(scoped, rank, size, patient)
         else:
             gloo = torch_distributed.ProcessGroupGloo
             options = gloo._Options()

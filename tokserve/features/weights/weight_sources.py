@@ -82,7 +82,8 @@ def announcement(source: dict[str, Any]) -> Announcement:
     """`source` with its types checked."""
     if "ipc_handles" in source or "ipc_handles_pickled" in source:
         raise RequestError(
-            "CUDA IPC handles need a CUDA device; on the CPU give segment and offsets", field="update_info.ipc_handles"
+            "CUDA IPC handles are not supported; give segment and offsets (docs/rl.md), on a GPU too",
+            field="update_info.ipc_handles",
         )
     try:
         return msgspec.convert(source, Announcement)

@@ -321,7 +321,7 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
     """Rows of x need not be adjacent."""
     out = x.new_empty((x.shape[0], packed.rows), dtype=out_dtype or x.dtype)
     first = 0
-    if bias is None and out.dtype == x.dtype and is_library_used(len(x), packed):
+    if bias is None and out.dtype == x.dtype and x.is_contiguous() and is_library_used(len(x), packed):
         for size in LIBRARY_ROWS:
             while len(x) - first >= size:
                 by_library(x[first : first + size], packed.packed, out[first : first + size])
@@ -352,7 +352,8 @@ def _kind(packed: PackedWeight) -> tuple[int, int, torch.dtype]:
 @dense.accept_library.implement("triton", device="cuda")
 def accept_library(packed: PackedWeight) -> bool:
     """cuBLASLt without room to split K, asked with each number of rows that it will be given, twice: what it computes
-    depends on sizes, not on values, so these bits speak for all."""
+    depends on sizes, not on values, so these bits speak for all contiguous rows.  It gets no others: another stride or
+    alignment may choose another algorithm."""
     kind = _kind(packed)
     _accepted.discard(kind)
     if chains(packed.rows, packed.columns) > 1 or kind[2] == torch.float32:

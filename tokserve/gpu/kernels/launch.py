@@ -7,6 +7,7 @@ default.  Options that change no bit are in a table, tuning.json, by GPU archite
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,12 +19,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 EXACT = {"enable_fp_fusion": False}
 COUNTERS = 1 << 14
 PER_WARP = 256  # elements of a block that a warp of 32 threads takes
 TABLE = Path(__file__).with_name("tuning.json")
+_compiling = threading.Lock()
 
 
 @triton.jit
@@ -118,32 +121,74 @@ def multiprocessors(device: int | None) -> int:
     return 1 if device is None else int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@cache
 def counters(device: torch.device) -> Tensor:
-    """COUNTERS zeros for `is_last_of`, which leaves them zero: one set for all kernels of the stream that serves."""
+    """COUNTERS zeros for `is_last_of`, which leaves them zero: one set for a thread, whose kernels run one after the
+    other.  (Engines that are threads of one process run side by side; their graphs name the counters of their own.)"""
+    return _counters(device, threading.get_ident())
+
+
+@cache
+def _counters(device: torch.device, thread: int) -> Tensor:
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
-@lru_cache(maxsize=4096)
 def addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
     """A table of addresses on the device, which kernels take to be multiples of 16; one that is known costs no
-    transfer."""
+    transfer.  A step that is captured must keep it: see `kept_tables`."""
+    table = _table_of(pointers, device)
+    if _capturing.tables is not None:
+        _capturing.tables.append(table)
+    return table
+
+
+class _Capturing(threading.local):
+    """What `kept_tables` collects in this thread."""
+
+    tables: list[Tensor] | None = None
+
+
+_capturing = _Capturing()
+
+
+@contextmanager
+def kept_tables() -> Iterator[list[Tensor]]:
+    """The tables of addresses that this thread's kernels take inside.  The cache of `addresses` may drop them."""
+    tables: list[Tensor] = []
+    _capturing.tables = tables
+    try:
+        yield tables
+    finally:
+        _capturing.tables = None
+
+
+@lru_cache(maxsize=4096)
+def _table_of(pointers: tuple[int, ...], device: torch.device) -> Tensor:
     assert all(pointer % 16 == 0 for pointer in pointers), "packed weights begin at multiples of 16 bytes"
     return torch.tensor(pointers, dtype=torch.int64, device=device)
 
 
 @contextmanager
 def compile_ahead(jobs: int) -> Iterator[None]:
-    """Kernels that are launched inside do not run: `jobs` threads compile and load them before the context ends.
+    """Kernels that this thread launches inside do not run: `jobs` threads compile and load them before the context
+    ends, for the device that is current in this thread.  Kernels of other threads run as ever.
 
     The kernels' outputs are not initialized, so nothing inside may depend on their values.
     """
-    run, kernels = JITFunction.run, []
+    with _compiling:  # one at a time: each replaces Triton's method and restores it
+        yield from _compile_ahead(jobs)
 
-    def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+
+def _compile_ahead(jobs: int) -> Iterator[None]:
+    run, kernels, owner = JITFunction.run, [], threading.get_ident()
+
+    def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if threading.get_ident() != owner:
+            return run(kernel, *arguments, grid=grid, warmup=warmup, **options)
         kernels.append(run(kernel, *arguments, grid=grid, warmup=True, **options))
+        return None
 
-    with ThreadPoolExecutor(jobs) as pool:
+    device = driver.active.get_current_device()
+    with ThreadPoolExecutor(jobs, initializer=driver.active.set_current_device, initargs=(device,)) as pool:
         JITFunction.run = compile_only
         try:
             with triton.AsyncCompileMode(pool):
