@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -262,3 +263,23 @@ def test_a_session_that_was_read_is_deleted(server: Server) -> None:
         sessions = client.sessions(lease=600.0)
         assert [next(sessions).session_id for _ in range(2)] == ["first", "second"]
         assert server.get("/sessions/first").status_code == 404
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_sessions_outlive_a_server_that_is_killed(tmp_path: Path, processes: int) -> None:
+    flags = ("--sessions", "--session-dir", str(tmp_path), "--api-server-count", str(processes))
+    with Server("demo", *flags) as server:
+        messages = talk(server, "s", 3, n=2)
+        good(server.post("/sessions/s/metadata", {"reward": 0.5}))
+        talk(server, "closed", 1)
+        good(server.post("/sessions/closed/close", {}))
+        before = tree(server, "s")
+        server.stop(signal.SIGKILL)
+    with Server("demo", *flags) as server:
+        assert tree(server, "s") == before
+        assert good(server.get("/sessions/s"))["metadata"] == {"reward": 0.5}
+        assert good(server.get("/sessions/next"))["session_id"] == "closed"
+        good(server.post("/sessions/s/v1/chat/completions", {"messages": messages, "max_tokens": 12}))
+        turns = tree(server, "s")
+        assert turns[:-1] == before and turns[-1]["parent"] in {"t4", "t5"}
+        check_scores(server, turns)

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,10 +14,12 @@ import numpy as np
 import pytest
 
 from tests.server.byte_tokenizer import EOS, TOKENIZER, ids
+from tests.server.scripted_llm import endless
 from tests.server.site import Site, site
 from tests.text.tool_templates import HERMES
 from tokserve.base.errors import StartError
 from tokserve.config import Config
+from tokserve.features.sessions.access import LocalService
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "look", "arguments": {"b": 1.0, "a": "x"}}\n</tool_call>'
@@ -428,3 +431,42 @@ def test_only_allowed_hosts_read_sessions(path: str) -> None:
     assert server.get(path, headers={"Host": "localhost:8000"}).status_code == 200
     refused = server.get(path, headers={"Host": "evil.example"})
     assert refused.status_code == 403 and refused.json()["error"]["code"] == "host_not_allowed"
+
+
+def test_sessions_are_counted() -> None:
+    server = agents_site()
+    messages, _ = run_chat(server)
+    chat(server, [{"role": "user", "content": "other"}])
+    chat(server, messages, temperature=0.5)
+    text = server.get("/metrics").text.replace(',model_name="tiny"', "")
+    lines = (line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("tokserve:session"))
+    assert {name: float(value) for name, value in lines if "_bytes" not in name} == {
+        'tokserve:sessions{engine="0"}': 1.0,
+        'tokserve:session_files_stale{engine="0"}': 0.0,
+        'tokserve:session_turns_total{engine="0",kind="continued"}': 3.0,
+        'tokserve:session_turns_total{engine="0",kind="root"}': 2.0,
+        'tokserve:session_turns_total{engine="0",kind="lost"}': 0.0,
+        'tokserve:session_roots_total{engine="0",reason="it is the first turn of the session"}': 1.0,
+        'tokserve:session_roots_total{engine="0",reason="message N differs"}': 1.0,
+    }
+    assert "tokserve:session" not in site(endless).get("/metrics").text
+
+
+def test_a_server_that_is_made_later_has_the_sessions(tmp_path: Path) -> None:
+    options = {"session_dir": str(tmp_path), "api_key": ["a", "b"]}
+    keys = [{"Authorization": f"Bearer {key}"} for key in ("a", "b")]
+    server = agents_site(**options)
+    body = {"messages": [{"role": "user", "content": "q"}], "max_tokens": 400}
+    assert server.post("/sessions/s/v1/chat/completions", body, headers=keys[0]).status_code == 200
+    assert server.post("/sessions/s/metadata", {"reward": 1}, headers=keys[0]).status_code == 200
+    assert server.post("/sessions/s/close", {}, headers=keys[0]).status_code == 200
+    before = tree(server, "s", headers=keys[0])
+    service = server.app.state.serving.state_of(LocalService).service
+    service.files.close()
+    server = agents_site(**options)
+    assert tree(server, "s", headers=keys[0]) == before
+    assert server.get("/sessions/s/tree", headers=keys[1]).status_code == 404
+    taken = server.get("/sessions/next", headers=keys[0]).json()
+    assert (taken["session_id"], taken["metadata"]) == ("s", {"reward": 1})
+    with pytest.raises(StartError, match="another server keeps its sessions"):
+        agents_site(**options)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.requests import Request
 
@@ -43,6 +43,16 @@ class Observer:
         """The request is over; nothing is called after this."""
 
 
+class Measure(NamedTuple):
+    """What a room exports as a metric: `values` by the value of `label`, or one value by ""; a gauge, or a counter."""
+
+    name: str
+    text: str
+    values: Mapping[str, float]
+    label: str = ""
+    is_counter: bool = False
+
+
 class ServerObserver:
     """Observes a server.  Each method does nothing unless a subclass needs it."""
 
@@ -55,3 +65,7 @@ class ServerObserver:
 
     def lag(self, late: float) -> None:
         """The event loop woke a sleeper `late` seconds after its time."""
+
+    async def measures(self) -> list[Measure]:
+        """What is exported besides the metrics of requests and engines."""
+        return []

@@ -51,7 +51,7 @@ from tokserve.server.http.body_reader import BodyReader
 from tokserve.server.http.client_names import ClientNames
 from tokserve.server.http.disconnect import CancelOnDisconnect
 from tokserve.server.http.workers import off_loop
-from tokserve.server.observer import Observer, ServerObserver
+from tokserve.server.observer import Measure, Observer, ServerObserver
 from tokserve.server.preparation import Preparation
 from tokserve.server.replies import reply_size
 from tokserve.text.tokenizer import Tokenizer
@@ -441,6 +441,10 @@ class Serving:
         """The event loop woke a sleeper `late` seconds after its time."""
         for server in self._observed_by:
             server.lag(late)
+
+    async def measures(self) -> list[Measure]:
+        """What rooms export as metrics now."""
+        return [measure for server in self._observed_by for measure in await server.measures()]
 
     def log_refusal(self, request: Request, error: RequestError) -> None:
         """Report a request that was refused before `start`, such as one whose body cannot be read."""

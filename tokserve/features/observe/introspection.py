@@ -133,7 +133,7 @@ async def load(serving: Serving, request: Request) -> Response:
 async def prometheus_metrics(serving: Serving, request: Request) -> Response:
     """GET /metrics: Prometheus metrics"""
     await serving.llm.refresh(FRESH_SECONDS)
-    return Response(metrics_of(serving).render(), media_type=metrics.CONTENT_TYPE)
+    return Response(metrics_of(serving).render(await serving.measures()), media_type=metrics.CONTENT_TYPE)
 
 
 async def configuration(serving: Serving, request: Request) -> Response:

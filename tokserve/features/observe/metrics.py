@@ -26,7 +26,7 @@ from tokserve.features.observe.engine_metrics import LABELS, PREFIX
 from tokserve.protocol.params import SamplingParams
 from tokserve.server.compat import VLLM_METRICS
 from tokserve.server.generation import Generation
-from tokserve.server.observer import Observer, Render
+from tokserve.server.observer import Measure, Observer, Render
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 VLLM_PREFIX = "vllm:"
@@ -129,6 +129,7 @@ class Metrics(Collector, Observer):
         self._truncated_masks = counters.allocate(1)
         self._images = counters.allocate(2)  # looked up, and found
         self._num_streams = 0
+        self._measures: Sequence[Measure] = ()  # of rooms, when they were last rendered
         self.ttft = Histogram(counters, "time_to_first_token_seconds", "Arrival to first token.", SHORT)
         text = "Mean time between tokens of a choice, counted once per token."
         self.inter_token = Histogram(counters, "inter_token_latency_seconds", text, SHORT)
@@ -231,8 +232,9 @@ class Metrics(Collector, Observer):
         if late >= SHORTEST_STALL:
             self.loop_stall.observe(late)
 
-    def render(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+    def render(self, measures: Sequence[Measure] = ()) -> bytes:
+        """The metrics in Prometheus' text format, with those of rooms."""
+        self._measures = measures
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -265,6 +267,14 @@ class Metrics(Collector, Observer):
             family = HistogramMetricFamily(PREFIX + histogram.name, histogram.text, labels=LABELS)
             family.add_metric([self._model, ENGINE], histogram.buckets(), histogram.total)
             yield family
+        yield from map(self._measured, self._measures)
+
+    def _measured(self, measure: Measure) -> Metric:
+        kind = CounterMetricFamily if measure.is_counter else GaugeMetricFamily
+        family = kind(PREFIX + measure.name, measure.text, labels=[*LABELS, *filter(None, [measure.label])])
+        for value, count in measure.values.items():
+            family.add_metric([self._model, ENGINE, *filter(None, [measure.label and value])], count)
+        return family
 
     def _labelled(self, name: str, text: str, label: str, tally: LabelledCounter) -> Metric:
         family = CounterMetricFamily(PREFIX + name, text, labels=[*LABELS, label])

@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from tokserve.features.sessions.calls import SessionCall, SessionNotice, SessionService, make_service
 from tokserve.features.sessions.host import RemoteSessions
+from tokserve.features.sessions.options import SessionOptions
 from tokserve.server.http.auth import ACCEPTED
 from tokserve.server.serving import Serving
 
@@ -39,6 +40,13 @@ class LocalSessions:
         notice.apply(self._service)
 
 
+class LocalService:
+    """The service of this process.  Raises StartError."""
+
+    def __init__(self, serving: Serving) -> None:
+        self.service = make_service(serving.config)
+
+
 class ServerSessions:
     """`serving.state_of(ServerSessions)` is a server's, which is made in its event loop."""
 
@@ -46,11 +54,17 @@ class ServerSessions:
         self.sessions: Sessions
         address = serving.api_process.services.get(ROOM)
         if address is None:
-            service = make_service(serving.config)
+            service = serving.state_of(LocalService).service
             self._sweep = asyncio.get_running_loop().create_task(service.sweep())
             self.sessions = LocalSessions(service)
         else:
             self.sessions = RemoteSessions(address)
+
+
+def start(serving: Serving) -> None:
+    """Read the sessions of --session-dir, if this process keeps them.  Raises StartError."""
+    if serving.config.options_of(SessionOptions).session_dir is not None and ROOM not in serving.api_process.services:
+        serving.state_of(LocalService)
 
 
 def sessions_of(serving: Serving) -> Sessions:

@@ -7,6 +7,7 @@ hosts the service.  `SessionService` adds to the store what needs an event loop:
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ import msgspec
 
 from tokserve.config import Config
 from tokserve.features.sessions.canonical import PromptContext
+from tokserve.features.sessions.files import SessionFiles
 from tokserve.features.sessions.options import SessionOptions
 from tokserve.features.sessions.store import SessionStore, summary
 from tokserve.features.sessions.turns import Match, Session, Summary, TurnAnswer, TurnPrompt
@@ -24,10 +26,12 @@ SWEEP = 30.0  # seconds between two searches for sessions that were not used for
 
 
 class SessionCounters(msgspec.Struct):
-    """Counts since the start, and what is kept now."""
+    """Counts since the start, and what is kept now.  `reasons`: why turns are roots, without numbers and details."""
 
     sessions: int = 0
     num_bytes: int = 0
+    stale: int = 0
+    reasons: dict[str, int] = {}
     turns: int = 0
     continued: int = 0
     roots: int = 0
@@ -37,8 +41,9 @@ class SessionCounters(msgspec.Struct):
 class SessionService:
     """The store, with the calls that wait for a change of it.  Belongs to one event loop."""
 
-    def __init__(self, store: SessionStore) -> None:
+    def __init__(self, store: SessionStore, files: SessionFiles | None = None) -> None:
         self.store = store
+        self.files = files
         self.counters = SessionCounters()
         self._changed = asyncio.Event()
 
@@ -67,13 +72,25 @@ class SessionService:
                 self.changed()
 
 
+def reason_kind(reason: str) -> str:
+    """Why a turn is a root, without numbers and details: there are few of these."""
+    return re.sub(r"\d+", "N", reason.partition(":")[0])
+
+
 def make_service(config: Config) -> SessionService:
-    """An empty store within the bounds of the options."""
+    """A store within the bounds of the options, with the sessions of --session-dir.  Raises StartError."""
     options = config.options_of(SessionOptions)
+    files = None if options.session_dir is None else SessionFiles(options.session_dir)
     store = SessionStore(
-        max_sessions=options.max_sessions, max_bytes=options.max_session_bytes, ttl=options.session_ttl
+        max_sessions=options.max_sessions,
+        max_bytes=options.max_session_bytes,
+        ttl=options.session_ttl,
+        observer=files,
     )
-    return SessionService(store)
+    if files is not None:
+        files.load(store)
+        store.expire(time.time())
+    return SessionService(store, files)
 
 
 class SessionCall(msgspec.Struct, tag=True):
@@ -141,6 +158,8 @@ class AddTurn(SessionNotice):
         counters.turns += 1
         if self.prompt.parent is None:
             counters.roots += 1
+            reason = reason_kind(self.prompt.because or "")
+            counters.reasons[reason] = counters.reasons.get(reason, 0) + 1
         else:
             counters.continued += 1
         service.changed()
@@ -286,8 +305,9 @@ class CountSessions(SessionCall):
     result: ClassVar[Any] = SessionCounters
 
     async def run(self, service: SessionService) -> SessionCounters:
-        counters = service.counters
-        return msgspec.structs.replace(counters, sessions=len(service.store), num_bytes=service.store.num_bytes)
+        store, files = service.store, service.files
+        stale = 0 if files is None else files.num_stale
+        return msgspec.structs.replace(service.counters, sessions=len(store), num_bytes=store.num_bytes, stale=stale)
 
 
 AnyCall = (

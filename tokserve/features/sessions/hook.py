@@ -24,7 +24,7 @@ from tokserve.features.images.parts import UnreadImage
 from tokserve.features.masks.columns import NAME as MASKS
 from tokserve.features.sessions import planning
 from tokserve.features.sessions.access import Sessions, owner_of, sessions_of
-from tokserve.features.sessions.calls import AddTurn, BeginRequest, EndRequest, FindTurn
+from tokserve.features.sessions.calls import AddTurn, BeginRequest, EndRequest, FindTurn, reason_kind
 from tokserve.features.sessions.canonical import PromptContext, chain, content_text, digest
 from tokserve.features.sessions.options import AGENT_HEADERS, SessionOptions
 from tokserve.features.sessions.store import FIRST, check_id
@@ -127,7 +127,7 @@ class SessionHook:
 
     def _log(self, reason: str) -> None:
         """Log why a conversation continues no turn, each reason once."""
-        kind = "".join(letter for letter in reason if not letter.isdigit())
+        kind = reason_kind(reason)
         self._logged[kind] += 1
         if self._logged[kind] == 1 and reason != FIRST:
             logger.info("sessions: a request begins anew: %s (logged once)", reason)

@@ -102,6 +102,8 @@ class SessionHost:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._service.files is not None:
+            self._service.files.close()
         self._socket.close()
         self._context.term()
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -49,11 +49,20 @@ class SessionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     session_ttl: Annotated[
         float, about("Seconds without a request after which a session is dropped.", gt=0, le=FOR_EVER)
     ] = 86_400.0
+    session_dir: Annotated[
+        str | None,
+        about(
+            "Directory in which sessions are kept as files, too: the next server with it has them. Conversations can "
+            "be read there."
+        ),
+    ] = None
 
 
 def check(config: Config) -> None:
     """Raise StartError for a server that cannot keep sessions."""
     options = config.options_of(SessionOptions)
+    if options.session_dir is not None and not options.sessions:
+        raise StartError("option session_dir: no sessions are kept without --sessions")
     if options.sessions and config.server.tokens_only:
         raise StartError("option sessions: conversations need a tokenizer, and --tokens-only loads none")
     if options.sessions and config.model.runner == "pooling":

@@ -24,6 +24,8 @@ ROOM = Room(
         "/sessions/{id}/v1/models",
         "/sessions/{id}/tokenize",
     ),
+    observers="tokserve.features.sessions.metrics:SessionMeasures",
+    text_start="tokserve.features.sessions.access:start",
     shared="tokserve.features.sessions.host:make_host",
     conversations="tokserve.features.sessions.hook:make_hook",
 )

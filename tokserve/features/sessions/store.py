@@ -7,8 +7,8 @@ the digest of its messages and its answer, so the turn that a request continues 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -23,7 +23,34 @@ SESSION_BYTES = 4096  # of a session without turns
 MAX_ID = 256  # characters
 RESERVED = ("next",)  # the path /sessions/next is a route
 
-Ended = Callable[[Session], None]  # is told of a session that is closed or dropped
+
+class StoreObserver:
+    """Is told of the changes of a store, after each.  Each method does nothing unless a subclass needs it."""
+
+    def on_created(self, session: Session) -> None:
+        """There is a new session, without metadata."""
+
+    def on_turn(self, session: Session, turn: StoredTurn) -> None:
+        """A turn was added."""
+
+    def on_metadata(self, session: Session, turn: StoredTurn | None) -> None:
+        """The metadata of a turn changed; None: that of the session."""
+
+    def on_closed(self, session: Session) -> None:
+        """The session is closed."""
+
+    def on_dropped(self, session: Session) -> None:
+        """The session does not exist any more."""
+
+
+class RestoredTurn(Protocol):
+    """A turn of an earlier server."""
+
+    turn_id: str
+    created: float
+    prompt: TurnPrompt
+    answer: TurnAnswer
+    metadata: dict[str, Any]
 
 
 def unknown(session_id: str) -> NotFound:
@@ -42,20 +69,23 @@ def check_id(session_id: str) -> None:
 
 class SessionStore:
     """All sessions of a server.  `max_sessions`, `max_bytes`: together.  `ttl`: seconds without use after which a
-    session is dropped.  `on_closed` is told of each session that is closed, once.  Times are seconds of Unix time."""
+    session is dropped.  Times are seconds of Unix time."""
 
-    def __init__(
-        self, *, max_sessions: int, max_bytes: int, ttl: float, on_closed: Ended = lambda session: None
-    ) -> None:
+    def __init__(self, *, max_sessions: int, max_bytes: int, ttl: float, observer: StoreObserver | None = None) -> None:
         self._max_sessions = max_sessions
         self._max_bytes = max_bytes
         self._ttl = ttl
-        self._on_closed = on_closed
+        self._observer = observer or StoreObserver()
         self._sessions: dict[tuple[str, str], Session] = {}  # those that were used last come last
         self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a bound is reached."""
+        return len(self._sessions) >= self._max_sessions or self.num_bytes >= self._max_bytes
 
     def create(self, owner: str, session_id: str | None, metadata: dict[str, Any], now: float) -> str:
         """Make an empty session; None: with an id of the store's.  Raises Conflict if there is one, and
@@ -65,12 +95,11 @@ class SessionStore:
             raise Conflict(
                 f"there is a session {session_id[:MAX_ID]!r} already", field="session_id", code="session_exists"
             )
+        _check_metadata(_size(metadata))
         session = self._make(owner, session_id, now)
-        try:
+        if metadata:
             self._set_metadata(session, metadata)
-        except RequestError:
-            self._drop(session)
-            raise
+            self._observer.on_metadata(session, None)
         return session_id
 
     def match(self, owner: str, session_id: str, context: PromptContext, digests: Sequence[bytes], now: float) -> Match:
@@ -123,18 +152,26 @@ class SessionStore:
         session = self._sessions.get((owner, session_id))
         if session is None or (prompt.parent is not None and prompt.parent not in session.turns):
             return None
+        turn = self._insert(session, f"t{session.num_turns}", prompt, answer, now)
+        self._touch(session, now)
+        self._observer.on_turn(session, turn)
+        return turn.turn_id
+
+    def _insert(
+        self, session: Session, turn_id: str, prompt: TurnPrompt, answer: TurnAnswer, created: float
+    ) -> StoredTurn:
         parent = None if prompt.parent is None else session.turns[prompt.parent]
         count = (0 if parent is None else parent.num_messages) + len(prompt.chain)
         start = prompt.chain[-1] if prompt.chain else b"" if parent is None else parent.key
         turn = StoredTurn(
-            turn_id=f"t{session.num_turns}",
+            turn_id=turn_id,
             prompt=prompt,
             answer=answer,
             key=chain([answer.message], start)[0],
             num_messages=count + 1,
             num_ids=(0 if parent is None else parent.num_ids) + (len(prompt.new_ids) + len(answer.token_ids)) // 4,
             depth=0 if parent is None else parent.depth + 1,
-            created=now,
+            created=created,
         )
         session.num_turns += 1
         session.turns[turn.turn_id] = turn
@@ -143,8 +180,7 @@ class SessionStore:
         session.prefixes.update({digest: first + index + 1 for index, digest in enumerate(prompt.chain)})
         session.prefixes[turn.key] = turn.num_messages
         self._grow(session, turn.size)
-        self._touch(session, now)
-        return turn.turn_id
+        return turn
 
     def get(self, owner: str, session_id: str) -> Session:
         """Raises NotFound."""
@@ -176,7 +212,7 @@ class SessionStore:
         if not session.closed:
             session.closed = True
             self._touch(session, now)
-            self._on_closed(session)
+            self._observer.on_closed(session)
         return summary(session)
 
     def delete(self, owner: str, session_id: str) -> None:
@@ -189,10 +225,10 @@ class SessionStore:
         """Add names to the metadata of a session, or of one of its turns, or replace their values.  Raises NotFound for
         either, and RequestError for too much."""
         session = self.get(owner, session_id)
+        turn = None if turn_id is None else session.turns.get(turn_id)
         if turn_id is None:
             self._set_metadata(session, session.metadata | metadata)
         else:
-            turn = session.turns.get(turn_id)
             if turn is None:
                 raise NotFound(f"the session has no turn {turn_id[:MAX_ID]!r}", field="turn_id", code="turn_not_found")
             before, after = _size(turn.metadata), _size(turn.metadata | metadata)
@@ -200,6 +236,7 @@ class SessionStore:
             turn.metadata = turn.metadata | metadata
             self._grow(session, after - before)
         self._touch(session, now)
+        self._observer.on_metadata(session, turn)
         return summary(session)
 
     def take(self, owner: str, lease: float, now: float) -> Session | None:
@@ -227,6 +264,19 @@ class SessionStore:
                 dropped += 1
         return dropped
 
+    def restore(self, session: Session, turns: Iterable[RestoredTurn]) -> None:
+        """Add a session of an earlier server, which has no turns yet, and its turns, parents first.  `sort` follows."""
+        self._sessions[session.owner, session.session_id] = session
+        self._grow(session, SESSION_BYTES + _size(session.metadata) - _size({}))
+        for one in turns:
+            turn = self._insert(session, one.turn_id, one.prompt, one.answer, one.created)
+            turn.metadata = one.metadata
+            self._grow(session, _size(turn.metadata) - _size({}))
+
+    def sort(self) -> None:
+        """Order the sessions by their last use."""
+        self._sessions = dict(sorted(self._sessions.items(), key=lambda item: item[1].last_used))
+
     def _make(self, owner: str, session_id: str, now: float) -> Session:
         check_id(session_id)
         if len(self._sessions) >= self._max_sessions:
@@ -241,6 +291,7 @@ class SessionStore:
         session = Session(session_id=session_id, owner=owner, created=now, last_used=now)
         self._sessions[owner, session_id] = session
         self._grow(session, SESSION_BYTES)
+        self._observer.on_created(session)
         return session
 
     def _touch(self, session: Session, now: float) -> None:
@@ -251,6 +302,7 @@ class SessionStore:
     def _drop(self, session: Session) -> None:
         del self._sessions[session.owner, session.session_id]
         self.num_bytes -= session.num_bytes
+        self._observer.on_dropped(session)
 
     def _grow(self, session: Session, num_bytes: int) -> None:
         session.num_bytes += num_bytes
