@@ -53,6 +53,17 @@ def test_every_size_has_complete_launch_parameters(architecture: str, monkeypatc
     launch.tuned.cache_clear()
 
 
+@pytest.mark.parametrize(("shared", "tile"), [(99 << 10, 32), (163 << 10, 64), (1 << 30, 64)])
+def test_tiles_follow_the_shared_memory(shared: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of 256 and latent attention do not fit into 99 KiB (RTX 3090, 4090, 5090) with 64 rows."""
+    monkeypatch.setattr(launch, "shared_memory", lambda device: shared)
+    launch.tuned.cache_clear()
+    assert launch.tuned("latent", None)["tile"] == tile
+    assert launch.tuned("attention", None, row_bytes=512, group=2).get("tile", 64) == tile
+    assert "tile" not in launch.tuned("attention", None, row_bytes=256, group=4)
+    launch.tuned.cache_clear()
+
+
 def test_programmatic_dependent_launch_is_used_only_where_the_table_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch.launched(None) == launch.EXACT  # in the interpreter, and on any card until one has shown that it pays
     monkeypatch.setattr(launch, "is_dependent", lambda device: device == 1)

@@ -28,6 +28,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     spec.loader.exec_module(module)
     monkeypatch.setattr(launch, "TABLE", Path(shutil.copy(launch.TABLE, tmp_path)))
     monkeypatch.setattr(launch, "_architecture", lambda device: "sm_90")
+    monkeypatch.setattr(launch, "shared_memory", lambda device: 227 << 10)
     monkeypatch.setattr(module, "architecture", lambda: "sm_90")
     launch.table.cache_clear()
     launch.tuned.cache_clear()

@@ -135,7 +135,9 @@ class CudaBackend:
         with torch.inference_mode():
             unsupported = exactness.unsupported(model, kv, kernel_errors())
         if unsupported:
-            raise StartError(f"this GPU cannot run kernels that the model needs: {'; '.join(unsupported)}")
+            raise StartError(
+                f"this GPU cannot run kernels that the model needs (docs/gpus.md): {'; '.join(unsupported)}"
+            )
 
     def _pages_of_one_block(self, specs: tuple[LayerSpec, ...], block_size: int) -> Pages:
         one_state = StateLayout(1, 0, 0, self._most_drafts + 1)

@@ -484,9 +484,9 @@ def divide(q: Tensor, cache: Tensor, block_tables: Tensor) -> Launch:
     group, dim_block = heads // kv_heads, max(16, next_power_of_2(dim))
     single = q.dtype == torch.float32
     least = next_power_of_2(group)
-    tile = max(FLOAT32_TILE if single else TILE, least)
-    prompt_tile = max(PROMPT_TILE, least) if dim_block <= WIDE and not single else tile
     config = tuned("attention", q.device.index, row_bytes=dim_block * cache.element_size(), group=group)
+    tile = max(FLOAT32_TILE if single else config.get("tile", TILE), least)
+    prompt_tile = max(PROMPT_TILE, least) if dim_block <= WIDE and not single else tile
     max_splits = cdiv(width * page, SPLIT)
     programs = min(config["programs"] * multiprocessors(q.device.index), rows * kv_heads * max_splits)
     capacity = 1 + min(cdiv(rows * kv_heads * max_splits, programs), max_splits)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokserve.gpu.kernels.attention import LOG2_E, MERGE_STAGES, NEG_INF, SPLIT, TILE, finite, merge
+from tokserve.gpu.kernels.attention import LOG2_E, MERGE_STAGES, NEG_INF, SPLIT, finite, merge
 from tokserve.gpu.kernels.dense import BLOCK_K
 from tokserve.gpu.kernels.elementwise import pairing, rotated_heads
 from tokserve.gpu.kernels.launch import EXACT, addresses, cdiv, next_power_of_2, tuned, warps
@@ -24,7 +24,6 @@ from tokserve.ops.dense import PackedWeight
 KEYS = 32  # rows of one tile, which lies in shared memory; part of the arithmetic
 WARPS = 8  # part of the arithmetic
 VALUES = 256  # elements of a value that one program sums up: the sums of 512, twice, would not fit the registers
-STAGES = 2
 SCRATCH = 1 << 28  # bytes of partial results of decode at a time
 ALIGN = 4  # rows at a time are a multiple of this, so that tensors of the rows from some row on are aligned
 
@@ -434,12 +433,14 @@ def latent_attention(
     blocks = max(16, next_power_of_2(size)), max(16, next_power_of_2(rotated))
     values = min(VALUES, blocks[0])
     pieces = cdiv(size, values)
-    shape = (heads, size, rotated, page, SPLIT, KEYS, *blocks, TILE, values, pieces)
-    options = {"num_warps": WARPS, "num_stages": STAGES, **EXACT}
+    config = tuned("latent", q.device.index)
+    tile = config["tile"]
+    shape = (heads, size, rotated, page, SPLIT, KEYS, *blocks, tile, values, pieces)
+    options = {"num_warps": WARPS, "num_stages": config["stages"], **EXACT}
     scale, stride = scale * LOG2_E, block_tables.stride(0)
     if tokens > rows:
-        group = min(heads, TILE)
-        latent_prefill_kernel[(tokens // (TILE // group) + rows, cdiv(heads, group) * pieces)](
+        group = min(heads, tile)
+        latent_prefill_kernel[(tokens // (tile // group) + rows, cdiv(heads, group) * pieces)](
             q, q_rope, cache, block_tables, query_start, seq_lens, out, rows, scale, stride, *shape, group, **options
         )
     max_splits = cdiv(width * page, SPLIT)
@@ -449,7 +450,7 @@ def latent_attention(
         tables, starts, lens = block_tables[first:], query_start[first:], seq_lens[first:]
         parts = q.new_empty((count, max_splits, heads, size), dtype=torch.float32)
         maxima, row_sums = q.new_empty((2, count, max_splits, heads), dtype=torch.float32).unbind()
-        latent_decode_kernel[(count, cdiv(heads, TILE) * pieces, max_splits)](
+        latent_decode_kernel[(count, cdiv(heads, tile) * pieces, max_splits)](
             q,
             q_rope,
             cache,

@@ -89,9 +89,21 @@ def table() -> dict[str, list[dict[str, Any]]]:
 
 
 @cache
+def shared_memory(device: int | None) -> int:
+    """Bytes of shared memory that a program may take on GPU number `device`; without limit in the interpreter."""
+    if device is None:
+        return 1 << 30
+    properties: Any = torch.cuda.get_device_properties(device)  # stubs lack the attribute
+    return int(properties.shared_memory_per_block_optin)
+
+
+@cache
 def tuned(kernel: str, device: int | None, **sizes: int) -> dict[str, Any]:
     """The table's entry for GPU number `device` (None: a CPU, where the interpreter runs) and these sizes."""
-    return next(entry for entry in table()[kernel] if _fits(entry, _architecture(device), sizes))
+    entries = table()[kernel]
+    if any("shared" in entry for entry in entries):
+        sizes |= {"shared": shared_memory(device)}
+    return next(entry for entry in entries if _fits(entry, _architecture(device), sizes))
 
 
 def _fits(entry: dict[str, Any], architecture: str, sizes: dict[str, int]) -> bool:

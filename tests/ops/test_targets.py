@@ -1,5 +1,5 @@
-"""The Triton kernels compiled for sm_90 (H100, H200) with no GPU: registers, spills, shared memory, the matrix unit,
-and the order in which products add up, as `compile_sm90` reports them.
+"""The Triton kernels compiled for GPUs with no GPU: that they fit, and for sm_90 (H100, H200) registers, spills, the
+matrix unit, and the order in which products add up, as `compile_kernels` reports them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
+from tests.ops.compile_kernels import SHARED_MEMORY  # noqa: E402
 from tokserve.gpu.kernels import dense  # noqa: E402
-from tokserve.ops import registry  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="a GPU shows it")
 
@@ -28,11 +28,19 @@ EVERY_SIZE = ["1", "64", "128", "256", "300"]  # rows for which the table has so
     scope="module", params=[["1", "300"], pytest.param(EVERY_SIZE, marks=pytest.mark.slow)], ids=["ends", "whole-table"]
 )
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The report of compile_sm90.py on every variant of a kernel."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    program = Path(__file__).with_name("compile_sm90.py")
+    """The report of compile_kernels.py on every variant of a kernel, for sm_90."""
+    report = compile_for("sm_90", request.param, tmp_path_factory.mktemp("triton"))
+    assert not report["failed"]
+    kernels: dict[str, Any] = report["kernels"]
+    return kernels
+
+
+def compile_for(target: str, rows: list[str], cache: Path) -> dict[str, Any]:
+    """The report of compile_kernels.py."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    program = Path(__file__).with_name("compile_kernels.py")
     done = subprocess.run(
-        [sys.executable, str(program), *request.param],
+        [sys.executable, str(program), target, *rows],
         capture_output=True,
         text=True,
         check=False,
@@ -40,8 +48,21 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         env=environment,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    report: dict[str, Any] = json.loads(done.stdout)
+    report: dict[str, Any] = json.loads(done.stdout[done.stdout.rindex('{\n "kernels"') :])  # Triton prints errors
     return report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [name for name in SHARED_MEMORY if name != "sm_90"])
+def test_every_kernel_fits(target: str, tmp_path: Path) -> None:
+    """A100, RTX 3090, RTX 4090 and L4, B200, RTX 5090: kernels compile, and their shared memory is there."""
+    report = compile_for(target, ["1", "300"], tmp_path)
+    assert not report["failed"]
+    assert len(report["kernels"]) > 120
+    large = {name: one["shared"] for name, one in report["kernels"].items() if one["shared"] > SHARED_MEMORY[target]}
+    assert not large
+    for kernel in ("linear", "gated_linear", "decode", "prefill", "latent_decode", "latent_prefill"):
+        assert variants(report["kernels"], kernel)
 
 
 def variants(compiled: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -70,7 +91,7 @@ def test_every_kernel_compiles_for_sm_90(compiled: dict[str, Any]) -> None:
         "decode",
         "prefill",
     }
-    source = Path(registry.__file__).parent / "triton"
+    source = Path(dense.__file__).parent
     kernels = {name for file in source.glob("*.py") for name in re.findall(r"def (\w+)_kernel\(", file.read_text())}
     assert kernels == {name.partition("#")[0] for name in compiled}
     for name, figures in variants(

@@ -1,9 +1,10 @@
-"""A program, not a test: compiles every Triton kernel for sm_90 as its launcher would call it, with no GPU in sight.
+"""A program, not a test: compiles every Triton kernel for a GPU as its launcher would call it, with no GPU in sight.
 
 The driver is replaced by one that names the target, and launching by compiling.  Prints a JSON object: for each kernel
 registers and bytes of stack a thread uses (ptxas), bytes of shared memory, and what its PTX says of the order in which
 it adds up: chains of the matrix unit (or whether warps multiply tiles of 16 rows), the floating-point operations of the
-loop around them, fma and atomics.  Arguments are the numbers of rows that products are compiled for.
+loop around them, fma and atomics; or, of a kernel that does not compile, the error.  Arguments are the target (sm_90)
+and the numbers of rows that products are compiled for.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.errors import TritonError
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -28,7 +30,14 @@ from tokserve.gpu.kernels import launch, wna16
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
 
-TARGET = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = {  # bytes that a program may take, by target
+    "sm_80": 163 << 10,
+    "sm_86": 99 << 10,
+    "sm_89": 99 << 10,
+    "sm_90": 227 << 10,
+    "sm_100": 227 << 10,
+    "sm_120": 99 << 10,
+}
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 BF16, LONG, INT = torch.bfloat16, torch.int64, torch.int32
 MATMUL = re.compile(
@@ -41,8 +50,11 @@ FLOATING = re.compile(r'= "?((?:arith\.\w+f|arith\.select|math\.\w+|tt\.reduce|t
 class NamesTheTarget:
     """The calls of the compiler to a driver."""
 
+    def __init__(self, target: str) -> None:
+        self._target = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+
     def get_current_target(self) -> GPUTarget:
-        return TARGET
+        return self._target
 
     def get_current_device(self) -> int:
         return 0
@@ -52,11 +64,16 @@ class NamesTheTarget:
 
 
 compiled: dict[str, Any] = {}
+failed: dict[str, str] = {}
 run = JITFunction.run
 
 
 def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-    kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+    try:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+    except TritonError as error:
+        failed[f"{self.__name__} {len(failed)}"] = f"{type(error).__name__}: {error}"
+        return None
     assert kwargs["enable_fp_fusion"] is False, f"{self.__name__} leaves contraction to the compiler"
     name = self.__name__.removesuffix("_kernel")
     same = sum(key.split("#")[0] == name for key in compiled)
@@ -65,7 +82,7 @@ def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwarg
     return kernel
 
 
-def calls(sizes: list[int]) -> None:
+def calls(sizes: list[int], *, has_float8: bool, is_dependent: bool) -> None:
     """Every launcher, at the shapes of an 8B model with 64-token pages; products of so many rows."""
     call = {name: op.implementations["triton"].call for name, op in OPS.items() if "triton" in op.implementations}
     rows, hidden, heads, kv_heads, dim, page, vocab = 16, 4096, 32, 8, 128, 64, 151936
@@ -91,7 +108,6 @@ def calls(sizes: list[int]) -> None:
     starts, lens = torch.zeros(rows + 1, dtype=INT), torch.zeros(rows, dtype=INT)
     tables = torch.zeros(rows, 64, dtype=INT)
     many = torch.empty(512, heads, dim, dtype=BF16)
-    kernels = 0
     call["rope"](q, k, table, index, True)
     call["norm_rope_store"](qkv, norm, norm, 1e-6, table, index, *caches, index, 1.0, 1.0, True, True)
     norms = torch.empty(heads * dim, dtype=BF16), torch.empty(kv_heads * dim, dtype=BF16)
@@ -103,13 +119,10 @@ def calls(sizes: list[int]) -> None:
     call["paged_attention"](many, *caches, tables, starts, lens, 0.1, 0, 1.0, 50.0, torch.empty(heads))
     single = torch.empty(2, 32, kv_heads, page, dim).unbind()
     call["paged_attention"](many.float(), *single, tables, starts, lens, 0.1, 0)
-    float8 = torch.empty(2, 32, kv_heads, page, dim, dtype=torch.float8_e4m3fn).unbind()
-    for scales in ((1.0, 1.0), (0.03, 0.7)):
-        call["store_kv"](k, k, *float8, index, *scales)
-        call["norm_rope_store"](qkv, norm, norm, 1e-6, table, index, *float8, index, *scales)
-        call["paged_attention"](many, *float8, tables, starts, lens, 0.1 * scales[0], 0, scales[1])
-        kernels = kernels or len(compiled)
-    assert len(compiled) == kernels, "a scale is compiled in"
+    wide_caches = torch.empty(2, 32, 4, page, 256, dtype=BF16).unbind()  # Gemma's and Qwen3.5's heads
+    call["paged_attention"](torch.empty(512, 8, 256, dtype=BF16), *wide_caches, tables, starts, lens, 0.1, 0)
+    if has_float8:
+        float8_caches(call, many, k, qkv, norm, table, index, tables, starts, lens)
     for tokens in sizes:
         inputs = torch.empty(tokens, hidden, dtype=BF16)
         for outputs in (1024, hidden, 24576):
@@ -120,8 +133,9 @@ def calls(sizes: list[int]) -> None:
         call["gated_linear_int8"](inputs, integers, None, "silu")
         call["linear_int8"](inputs, integers, None)
         values, scales = torch.empty(hidden, hidden, dtype=torch.float8_e4m3fn), torch.empty(hidden // 128, hidden)
-        call["linear_float8"](inputs, ops.PackedFloat8(hidden, hidden, values, scales[:1], hidden), None)
-        call["linear_float8"](inputs, ops.PackedFloat8(hidden, hidden, values, scales, 128), None)
+        for group in (hidden, 128) if has_float8 else ():
+            packed_float8 = ops.PackedFloat8(hidden, hidden, values, scales[: hidden // group], group)
+            call["linear_float8"](inputs, packed_float8, None)
     call["linear"](x, packed, torch.empty(24576, dtype=BF16), torch.float32)
     for number, kind in enumerate(integer_weights(hidden, hidden)):
         integer_weight = call["pack_wna16"]([kind])
@@ -170,6 +184,8 @@ def calls(sizes: list[int]) -> None:
     call["prepare_step"](tables, tables, lens, lens, starts, page, index, index, index, lens, tables)
     call["advance_step"](tables, tables, lens, lens, page, index, index, index, index, lens, tables)
     recurrent_calls(call)
+    if not is_dependent:
+        return
     for entry in launch.table()["launch"]:
         entry["dependent"] = True
     launch.is_dependent.cache_clear()
@@ -178,9 +194,24 @@ def calls(sizes: list[int]) -> None:
     call["norm_rope_store"](qkv, norm, norm, 1e-6, table, index, *caches, index)
     call["paged_attention"](many, *caches, tables, starts, lens, 0.1, 0)
     call["linear"](x, ops.PackedWeight(1024, hidden, BF16, torch.empty(1024, hidden, dtype=BF16)), None)
-    call["linear_float8"](x, ops.PackedFloat8(hidden, hidden, values, scales[:1], hidden), None)
+    if has_float8:
+        call["linear_float8"](x, ops.PackedFloat8(hidden, hidden, values, scales[:1], hidden), None)
     call["gated_linear"](x, packed, None, "silu")
     call["linear_int8"](x, integers, None)
+
+
+def float8_caches(
+    call: dict[str, Any], many: Any, k: Any, qkv: Any, norm: Any, table: Any, index: Any, *rows: Any
+) -> None:
+    """Storing into caches of float8, and attention over them; `rows`: tables, starts and lengths."""
+    caches = torch.empty(2, 32, k.shape[1], 64, k.shape[2], dtype=torch.float8_e4m3fn).unbind()
+    kernels = 0
+    for scales in ((1.0, 1.0), (0.03, 0.7)):
+        call["store_kv"](k, k, *caches, index, *scales)
+        call["norm_rope_store"](qkv, norm, norm, 1e-6, table, index, *caches, index, *scales)
+        call["paged_attention"](many, *caches, *rows, 0.1 * scales[0], 0, scales[1])
+        kernels = kernels or len(compiled)
+    assert len(compiled) == kernels, "a scale is compiled in"
 
 
 def recurrent_calls(call: dict[str, Any]) -> None:
@@ -306,9 +337,13 @@ def loop(ttgir: str) -> list[str]:
 
 if __name__ == "__main__":
     assert registry.load_extension("cuda") is None
-    launch._architecture = lambda device: "sm_90"  # type: ignore[assignment]
+    target = sys.argv[1]
+    launch._architecture = lambda device: target  # type: ignore[assignment]
+    launch.shared_memory = lambda device: SHARED_MEMORY[target]  # type: ignore[assignment]
     wna16.torch_device = lambda: torch.device("cpu")  # where it packs
-    driver.set_active(NamesTheTarget())
+    driver.set_active(NamesTheTarget(target))
     JITFunction.run = compile_only
-    calls([int(size) for size in sys.argv[1:]])
-    json.dump({name: figures(kernel) for name, kernel in sorted(compiled.items())}, sys.stdout, indent=1)
+    number = int(target.removeprefix("sm_"))
+    calls([int(size) for size in sys.argv[2:]], has_float8=number >= 89, is_dependent=number >= 90)
+    report = {name: figures(kernel) for name, kernel in sorted(compiled.items())}
+    json.dump({"kernels": report, "failed": failed}, sys.stdout, indent=1)
