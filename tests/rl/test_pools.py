@@ -109,7 +109,8 @@ async def call(client: rl.AsyncClient, verb: str) -> None:
         for name, parameter in inspect.signature(method).parameters.items()
         if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
     ]
-    arguments = [weights() if name in ("weights", "tensors") else ARGUMENTS[name] for name in needed]
+    tensors = dict.fromkeys(("weights", "tensors"), weights()) | {"adapter": ({}, weights())}
+    arguments = [tensors[name] if name in tensors else ARGUMENTS[name] for name in needed]
     if verb == "paused":
         async with method():
             return

@@ -174,7 +174,8 @@ def test_replies_of_the_control_routes() -> None:
     s.llm.status = Status("paused", "v7", 7, True)
     assert s.get("/is_paused").json() == {"is_paused": True} and s.get("/is_sleeping").json() == {"is_sleeping": False}
     assert s.post("/reset_prefix_cache", {}).json() == {"success": True}
-    assert s.get("/weight_info").json() == {"weight_version": "v7", "epoch": 7, "checksum": None, "last_failure": None}
+    info = {"weight_version": "v7", "epoch": 7, "checksum": None, "last_failure": None, "adapters": []}
+    assert s.get("/weight_info").json() == info
     assert s.get("/get_world_size?include_dp=false").json() == {"world_size": 1}
     compared = s.post("/weight_checker", {"action": "compare", "baseline": {"a": "1", "c": "3"}}).json()
     assert compared == {"match": False, "mismatches": ["b", "c"]}

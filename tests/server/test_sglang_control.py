@@ -84,11 +84,18 @@ ROUTES: list[tuple[str, dict[str, Any] | None, list[tuple[str, dict[str, Any]]]]
     ("/update_weight_version", {"new_version": "7"}, [("update_weight_version", {"new_version": "7"})]),
     ("/flush_cache", None, [("reset_prefix_cache", {})]),
 ]
+ADAPTER: dict[str, Any] = {"lora_name": "a", "config_dict": {"r": 1}}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/pause_generation", {"mode": "x"}, "mode"),
     ("/start_profile", {"num_steps": 0}, "num_steps"),
     ("/release_memory_occupation", {"tags": ["disk"]}, "tags"),
     ("/load_lora_adapter", {"lora_name": "a"}, "lora_path"),
+    ("/load_lora_adapter_from_tensors", {"lora_name": "a"}, "config_dict"),
+    ("/load_lora_adapter_from_tensors", ADAPTER, "serialized_tensors is missing"),
+    ("/load_lora_adapter_from_tensors", ADAPTER | {"serialized_tensors": "gASVBg=="}, "is a pickle"),
+    ("/load_lora_adapter_from_tensors", ADAPTER | {"serialized_named_tensors": ["%"]}, "not base64"),
+    ("/load_lora_adapter_from_tensors", ADAPTER | {"load_format": "pickle"}, "load_format"),
+    ("/load_lora_adapter_from_tensors", ADAPTER | {"added_tokens_config": {"a": 1}}, "added_tokens_config"),
     ("/weights_checker", {"action": "reset_tensors"}, "overwrites"),
     ("/weights_checker", {"action": "compare"}, "no snapshot"),
     ("/update_weights_from_disk", {}, "model_path"),

@@ -116,9 +116,31 @@ def test_areals_adapters() -> None:
     sent = {"lora_model_path": "/p", "lora_name": "a-v1", "lora_int_id": 1, "base_model_name": "m"}
     assert s.post("/areal_update_weights_lora", sent).json()["success"] is True
     assert verbs(s) == ["load_lora_adapter"]
-    for path in ("/areal_set_update_weight_meta_lora", "/areal_update_weights_lora_xccl"):
-        answer = s.post(path, AREAL_META)
-        assert answer.status_code == 400 and "disk" in answer.json()["error"]["message"]
+
+
+def test_draft_models_are_not_updated() -> None:
+    s = command_site()
+    error = s.post("/start_draft_weight_update", {}).json()["error"]
+    assert error["code"] == "unsupported" and "self-int8" in error["message"] and s.llm.commands == []
+
+
+def test_areals_adapters_over_a_group() -> None:
+    s = command_site()
+    s.llm.answers["start_weight_update"] = {"update_id": "u"}
+    adapter = AREAL_META | {"lora_name": "a-v1", "lora_int_id": 1, "base_model_name": "m", "lora_bias": "none"}
+    adapter |= {"lora_rank": 8, "lora_alpha": 16, "lora_target_modules": ["q_proj"]}
+    assert s.post("/areal_set_update_weight_meta_lora", adapter).json()["success"] is True
+    assert s.llm.commands == []
+    assert s.post("/areal_update_weights_lora_xccl", adapter).json()["success"] is True
+    assert verbs(s) == ["start_weight_update", "update_weights", "finish_weight_update"]
+    started, staged = s.llm.commands[0][1], s.llm.commands[1][1]
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16.0, "bias": "none", "target_modules": ["q_proj"]}
+    assert (started["lora_name"], started["lora_config"]) == ("a-v1", config)
+    assert staged["update"]["names"] == AREAL_META["names"] and staged["update_id"] == "u"
+    s.llm.commands.clear()
+    s.llm.answers["update_weights"] = Conflict("the group is broken")
+    assert s.post("/areal_update_weights_lora_xccl", adapter | {"lora_name": "a-v2"}).status_code == 409
+    assert verbs(s) == ["start_weight_update", "update_weights", "abort_weight_update"]
 
 
 def test_skyrls_start_and_finish_make_an_update() -> None:

@@ -140,10 +140,14 @@ class AdminMethods(ABC):
         base_version: str | None = None,
         base_checksum: str | None = None,
         *,
+        lora_name: str | None = None,
+        lora_config: dict[str, Any] | None = None,
         lease: float | None = None,
         take_over: bool = False,
     ) -> dict[str, Any]:
         """Open an update; with a base, of a delta.  Raises Conflict if one is open, or if others than the base serve.
+
+        `lora_config`: of an adapter with this adapter_config.json; `lora_name`: its name, default: the model's own.
 
         `lease`: seconds without a call of the update after which it is rolled back; default: `--control-lease`.
         `take_over`: roll back an update that is open.  Returns {"update_id"}, which other calls may name: they are
@@ -154,6 +158,8 @@ class AdminMethods(ABC):
             is_checkpoint_format=is_checkpoint_format,
             base_version=base_version,
             base_checksum=base_checksum,
+            lora_name=lora_name,
+            lora_config=lora_config,
             lease=lease,
             take_over=take_over,
         )
@@ -193,14 +199,24 @@ class AdminMethods(ABC):
         return {"weight_version": self.status.weight_version, "epoch": self.status.epoch}
 
     async def served_weights(self, *, checksum: bool = False, tensors: bool = False) -> dict[str, Any]:
-        """Which weights serve: {"weight_version", "epoch", "checksum", "last_failure"}.  `checksum`: have it computed;
-        `tensors`: list the tensors in which deltas count."""
+        """Which weights serve: {"weight_version", "epoch", "checksum", "last_failure", "adapters"}.  `checksum`: have
+        it computed; `tensors`: list the tensors in which deltas count."""
         listed = await self.call("weight_coordinates") | {"delta_format": "tokserve-delta-1"} if tensors else {}
         if checksum:
             await self.call("weights_checksum")
         status = await self.fresh_status()
         known = {"weight_version": status.weight_version, "epoch": status.epoch, "checksum": status.checksum}
-        return known | {"last_failure": status.failure} | listed
+        adapters = [
+            {
+                "lora_name": adapter.name,
+                "lora_path": adapter.path or None,
+                "generation": adapter.generation,
+                "lora_version": adapter.version or None,
+                "checksum": adapter.checksum or None,
+            }
+            for adapter in status.adapters
+        ]
+        return known | {"last_failure": status.failure, "adapters": adapters} | listed
 
     async def _update_by_tensors(self, weights: Any) -> None:
         """Push tensors of this process, in the update that is open, else as a complete one."""

@@ -440,6 +440,22 @@ class AsyncLLM(AdminMethods):
             weights, version, delta=delta, directory=directory, anchor_every=anchor_every, recompute_kv=recompute_kv
         )
 
+    async def push_adapter(
+        self,
+        adapter: Any,
+        name: str | None = None,
+        version: str | None = None,
+        *,
+        delta: bool = False,
+        dtype: Any = None,
+        recompute_kv: bool = False,
+    ) -> Any:
+        """Replace an adapter by tensors of this process: a `tokserve.rl.AdapterPushResult`.  The arguments are those of
+        `tokserve.rl.AsyncClient.push_adapter`."""
+        return await self._pushes.push_adapter(
+            adapter, name, version, delta=delta, dtype=dtype, recompute_kv=recompute_kv
+        )
+
     # --- an engine that is replaced ---
 
     def rejoin(self, address: str, pid: int) -> None:

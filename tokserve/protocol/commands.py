@@ -91,13 +91,16 @@ class InitTransfer(msgspec.Struct, forbid_unknown_fields=True):
 class StartUpdate(msgspec.Struct, forbid_unknown_fields=True):
     """The base of a delta is given by its version and checksum.
 
-    `lease`: seconds without a call after which the update is rolled back; default: `--control-lease`.  `take_over`:
-    roll back an update that is open.
+    `lora_config`: the tensors are those of an adapter with this adapter_config.json; `lora_name`: its name, default:
+    the model's own.  `lease`: seconds without a call after which the update is rolled back; default:
+    `--control-lease`.  `take_over`: roll back an update that is open.
     """
 
     is_checkpoint_format: bool = True
     base_version: str | None = None
     base_checksum: str | None = None
+    lora_name: str | None = None
+    lora_config: dict[str, Any] | None = None
     lease: float | None = None
     take_over: bool = False
 
@@ -135,9 +138,9 @@ class FeedStream(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class FinishUpdate(msgspec.Struct, forbid_unknown_fields=True):
-    """`weight_version`: by default what a delta's file says, or the new epoch.  `checksum`: what the result of a delta
-    must have.  `recompute_kv`: requests in flight go on with KV of the new weights.  `update_id`: 409 if another update
-    is open."""
+    """`weight_version`: by default what a delta's file says, or the new epoch (of an adapter: none).
+    `checksum`: what the result of a delta, or an adapter, must have.  `recompute_kv`: requests in flight go on with KV
+    of the new weights.  `update_id`: 409 if another update is open."""
 
     weight_version: str | None = None
     checksum: str | None = None

@@ -281,13 +281,16 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 class LoadedAdapter(msgspec.Struct, frozen=True, array_like=True):
     """A LoRA adapter that requests may name.  `generation` rises with every load of any adapter.  `digest`: of its
-    weights.  `anywhere`: the operator has named its directory."""
+    weights.  `anywhere`: the operator has named its directory.  `path` "": it was pushed, as `version`, with the
+    `checksum` of what was sent."""
 
     name: str
     path: str
     generation: int
     digest: str = ""
     anywhere: bool = False
+    version: str = ""
+    checksum: str = ""
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True, tag=5):

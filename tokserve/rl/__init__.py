@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .adapter_push import AdapterPushResult
     from .blocking import Client
     from .client import AsyncClient, TokserveClient
     from .delta_directory import WeightDirectory
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from .sessions import SessionSequence, SessionTree, SessionTurn
 
 _HOMES = {
+    "adapter_push": ("AdapterPushResult",),
     "blocking": ("Client",),
     "client": ("AsyncClient", "TokserveClient"),
     "delta_directory": ("WeightDirectory",),
@@ -50,6 +52,7 @@ _HOMES = {
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
+    "AdapterPushResult",
     "AsyncClient",
     "Client",
     "ClientClosed",

@@ -95,6 +95,7 @@ class Client:
     add_session_metadata = _blocking(AsyncClient.add_session_metadata)
     close_session = _blocking(AsyncClient.close_session)
     load_lora_adapter = _blocking(AsyncClient.load_lora_adapter)
+    push_adapter = _blocking(AsyncClient.push_adapter)
     unload_lora_adapter = _blocking(AsyncClient.unload_lora_adapter)
     join = _blocking(AsyncClient.join)
     leave = _blocking(AsyncClient.leave)

@@ -42,8 +42,10 @@ from .turns import PromptAborted, PromptTurn, PromptTurns
 from .weight_routes import WeightRoutes
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
+    from .adapter_push import Adapter, AdapterPusher, AdapterPushResult
     from .group_channel import GroupChannel
     from .push import PushResult
     from .pusher import Pusher
@@ -436,6 +438,28 @@ class AsyncClient:
         body = {"lora_name": name, "lora_path": str(path)}
         return int((await self._connection.post("/v1/load_lora_adapter", body))["generation"])
 
+    async def push_adapter(
+        self,
+        adapter: Adapter,
+        name: str | None = None,
+        version: str | None = None,
+        *,
+        delta: bool = False,
+        dtype: torch.dtype | None = None,
+        recompute_kv: bool = False,
+    ) -> AdapterPushResult:
+        """Send an adapter's tensors, over the group if there is one, else over HTTP, in place of what has its name.
+
+        `adapter`: peft's module (its active adapter), a `PolicyModel`, or (adapter_config.json, tensors by PEFT's
+        names).  `name` None: the model's own, so that requests for the model are for the adapter.  `version`: of these
+        weights, for those who ask what serves.  `delta`: send only the elements that changed since the last push with
+        it.  `dtype`: round to the server's first, so that no more bytes go than it keeps.  `recompute_kv`: requests in
+        flight go on with KV of the new weights.  If it fails, the server keeps the adapter that it has.
+        """
+        return await self._adapter_pusher.push(
+            adapter, name, version, delta=delta, dtype=dtype, recompute_kv=recompute_kv
+        )
+
     async def unload_lora_adapter(self, name: str) -> None:
         """Unload an adapter; returns when its last request has ended."""
         await self._connection.post("/v1/unload_lora_adapter", {"lora_name": name})
@@ -445,6 +469,10 @@ class AsyncClient:
     @cached_property
     def _channel(self) -> GroupChannel:
         return _torch_module("group_channel").GroupChannel(self._connection)
+
+    @cached_property
+    def _adapter_pusher(self) -> AdapterPusher:
+        return _torch_module("adapter_push").AdapterPusher(self._channel)
 
     @cached_property
     def _pusher(self) -> Pusher:

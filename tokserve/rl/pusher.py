@@ -219,7 +219,7 @@ class Pusher:
     ) -> int:
         if not self._channel.has_group:
             size, pieces = await asyncio.to_thread(file_of, deltas, label)
-            await self._channel.put_file(_each(pieces), handle)
+            await self._channel.put_file(each_piece(pieces), handle)
             return size
         announced, tensors = sparse_broadcast(deltas, {name: pushed.described[name][1] for name in deltas})
         if announced["names"]:
@@ -234,7 +234,7 @@ class Pusher:
         if offered.known.keys() == server.described.keys():
             pushed = await asyncio.to_thread(PushedWeights.of, server, offered.known, copied=offered.copied)
         sent = dict(offered.others) | dict(offered.known if pushed is None else pushed.tensors)
-        done, size, elements = await self._send(_each(in_parts(RoundedTensors(server, sent).items())), version)
+        done, size, elements = await self._send(each_piece(in_parts(RoundedTensors(server, sent).items())), version)
         self._epoch = done["epoch"]
         if pushed is not None:
             pushed.version = done["weight_version"]
@@ -372,6 +372,6 @@ class _DeltaTooLarge(Exception):
     """Raised when so much changed that all weights are pushed instead."""
 
 
-async def _each(items: Iterable[T]) -> AsyncIterator[T]:
+async def each_piece(items: Iterable[T]) -> AsyncIterator[T]:
     for item in items:
         yield item

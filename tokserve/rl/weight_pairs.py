@@ -71,8 +71,8 @@ def _checked(pairs: Iterator[Any], rename: Callable[[str], str] = str) -> Iterat
         name = rename(pair[0])
         if is_of_adapter(name):
             raise TypeError(
-                f"{pair[0]} is a part of an adapter: push peft's module itself, which is merged then, or load the "
-                "adapter with load_lora_adapter"
+                f"{pair[0]} is a part of an adapter: push peft's module itself, which is merged then, or the "
+                "adapter alone with push_adapter"
             )
         if name in names:
             raise ValueError(f"{name} comes twice")

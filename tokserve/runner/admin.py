@@ -78,7 +78,9 @@ class Admin:
             "weight_coordinates": self._coordinates,
             "checkpoint_checksums": self._checkpoint_checksums,
             "write_profile": self._profiler.write,
+            "begin_adapter": lambda **args: self._sync.begin_adapter(self._adapters.begin_push(**args)),
             "read_adapter": lambda **args: self._adapters.read(**args),
+            "drop_adapter": lambda key: self._adapters.drop(key),
             "kv_identity": self._kv_identity,
         }
         device = self._backend.device

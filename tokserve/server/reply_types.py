@@ -65,6 +65,16 @@ class WorldSize(TypedDict):
     world_size: int
 
 
+class ServedAdapter(TypedDict):
+    """An adapter; one that was pushed has a version and the checksum of its tensors in place of a directory."""
+
+    lora_name: str
+    lora_path: str | None
+    generation: int
+    lora_version: str | None
+    checksum: str | None
+
+
 class ServedWeights(TypedDict):
     """`last_failure`: of a weight update.  With `tensors`, those in which deltas count, and their format."""
 
@@ -72,6 +82,7 @@ class ServedWeights(TypedDict):
     epoch: int
     checksum: str | None
     last_failure: str | None
+    adapters: list[ServedAdapter]
     delta_format: NotRequired[str]
 
 
@@ -99,6 +110,10 @@ class Done(TypedDict):
     epoch: NotRequired[int]
     checksum: NotRequired[str]
     version_reused: NotRequired[bool]
+    lora_name: NotRequired[str]
+    lora_version: NotRequired[str | None]
+    generation: NotRequired[int]
+    evicted: NotRequired[str]
     update_id: NotRequired[str]
     backend: NotRequired[str]
 

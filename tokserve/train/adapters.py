@@ -94,12 +94,16 @@ def read(directory: Path, sizes: Sizes, renames: tuple[tuple[str, str], ...]) ->
     return TrainedAdapter(config, {module: pair.scale for module, pair in weights.items()}, factors)
 
 
+def tensors_of(adapter: TrainedAdapter, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters of the adapter by PEFT's names."""
+    return {PREFIX + name: parameters[name].detach().contiguous() for name in adapter.factors}
+
+
 def write(directory: Path, adapter: TrainedAdapter, parameters: Mapping[str, Tensor]) -> None:
     """The adapter with these parameters' values as a PEFT directory."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CONFIG).write_text(json.dumps(adapter.config, indent=2) + "\n", encoding="utf-8")
-    tensors = {PREFIX + name: parameters[name].detach().contiguous() for name in adapter.factors}
-    save_file(tensors, directory / TENSORS, metadata={"format": "pt"})
+    save_file(tensors_of(adapter, parameters), directory / TENSORS, metadata={"format": "pt"})
 
 
 def _is(module: str, target: str) -> bool:

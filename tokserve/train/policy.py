@@ -190,6 +190,12 @@ class PolicyModel(nn.Module):
             raise ValueError("the policy has no adapter")
         adapters.write(Path(directory), self._adapter, dict(self.named_parameters()))
 
+    def adapter_state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The adapter_config.json and the tensors of the adapter, as `push_adapter` takes them.  Raises ValueError."""
+        if self._adapter is None:
+            raise ValueError("the policy has no adapter")
+        return self._adapter.config, adapters.tensors_of(self._adapter, dict(self.named_parameters()))
+
     @contextmanager
     def adapter_disabled(self) -> Iterator[None]:
         """Leave the adapter out within the block: the policy that training began with, as a reference."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import tempfile
 import threading
 import types
 from collections.abc import Coroutine
@@ -100,7 +99,6 @@ class TokserveGeneration:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._client: TokserveClient | None = None
-        self._directory = tempfile.TemporaryDirectory(prefix="tokserve-trl-")  # of the adapter
         self._base_is_there = False  # what an adapter adds to was pushed
         self._seeds = StepSeeds()
 
@@ -129,8 +127,7 @@ class TokserveGeneration:
             await client.update_weights(named, version=str(self._trainer.state.global_step))
         if adapted:
             self._base_is_there = True
-            model.save_pretrained(self._directory.name)
-            await client.load_lora_adapter(ADAPTER, self._directory.name)
+            await client.push_adapter(model, ADAPTER)
 
     def generate(self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None) -> Any:
         """TRL's (prompt ids, completion ids, logprobs, their ids), a row for each of `prompts`, which repeat."""
@@ -181,8 +178,8 @@ class ExactGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     The model is made `exact`, a reference model too, with the server's dtype and arithmetic unless `exact_options` say
     otherwise; keep its weights in float32, or the updates of an optimizer are rounded away.  Weights are pushed before
-    the rollouts of each step, those of a peft model as an adapter (the server needs `--enable-lora`, and
-    to see this machine's files).  `use_vllm` must be off: this class stands for it.  Raises ValueError.
+    the rollouts of each step, those of a peft model as an adapter (the server needs `--enable-lora`).  `use_vllm`
+    must be off: this class stands for it.  Raises ValueError.
     """
 
     def __init__(

@@ -18,6 +18,7 @@ from tokserve.server.serving import Serving
 
 POLL = 0.05  # seconds between two looks at a cache that is in use
 LONGEST_WAIT = 600.0  # seconds
+PUSHED = "__tensor__"  # SGLang's path of an adapter that came as tensors
 MEMORY = ("kv_cache", "weights")
 PAUSES = {"abort": "abort", "in_place": "keep", "retract": "retract"}  # modes there and here
 
@@ -160,19 +161,20 @@ async def load_lora_adapter(serving: Serving, request: Request) -> Response:
     """POST /load_lora_adapter: load an adapter"""
     params, headers = await read(serving, request, LoadAdapterRouteBody)
     await serving.llm.load_lora_adapter(params.lora_name, params.lora_path)
-    return json(await _adapters(serving, f"LoRA adapter '{params.lora_name}' loaded"), headers)
+    return json(await loaded_adapters(serving, f"LoRA adapter '{params.lora_name}' loaded"), headers)
 
 
 async def unload_lora_adapter(serving: Serving, request: Request) -> Response:
     """POST /unload_lora_adapter: unload an adapter"""
     params, headers = await read(serving, request, UnloadAdapterRouteBody)
     await serving.llm.unload_lora_adapter(params.lora_name)
-    return json(await _adapters(serving, f"LoRA adapter '{params.lora_name}' unloaded"), headers)
+    return json(await loaded_adapters(serving, f"LoRA adapter '{params.lora_name}' unloaded"), headers)
 
 
-async def _adapters(serving: Serving, message: str) -> dict[str, Any]:
+async def loaded_adapters(serving: Serving, message: str) -> dict[str, Any]:
+    """A reply that lists the adapters that there are."""
     status = await serving.llm.fresh_status()
-    loaded = {adapter.name: adapter.path for adapter in status.adapters}
+    loaded = {adapter.name: adapter.path or PUSHED for adapter in status.adapters}
     return {"success": True, "message": message, "loaded_adapters": loaded}
 
 

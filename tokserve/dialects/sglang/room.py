@@ -35,6 +35,7 @@ ROOM = Room(
         "/release_memory_occupation",
         "/resume_memory_occupation",
         "/load_lora_adapter",
+        "/load_lora_adapter_from_tensors",
         "/unload_lora_adapter",
         "/start_profile",
         "/stop_profile",

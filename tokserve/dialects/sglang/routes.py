@@ -9,6 +9,7 @@ from tokserve.dialects.openai.completions import CompletionReply
 from tokserve.dialects.openai.schemas import CompletionBody
 from tokserve.dialects.openai.tokenize import TokenizeReply
 from tokserve.dialects.sglang import (
+    adapter_tensors,
     chat,
     completions,
     control,
@@ -158,6 +159,12 @@ ENDPOINTS = (
             ("/release_memory_occupation", control.release_memory_occupation, control.MemoryBody, NoneType),
             ("/resume_memory_occupation", control.resume_memory_occupation, control.MemoryBody, NoneType),
             ("/load_lora_adapter", control.load_lora_adapter, control.LoadAdapterRouteBody, JsonObject),
+            (
+                "/load_lora_adapter_from_tensors",
+                adapter_tensors.load_adapter_tensors,
+                adapter_tensors.AdapterTensorsBody,
+                JsonObject,
+            ),
             ("/unload_lora_adapter", control.unload_lora_adapter, control.UnloadAdapterRouteBody, JsonObject),
             ("/start_profile", control.start_profile, control.ProfileBody, JsonObject),
             ("/stop_profile", control.stop_profile, None, JsonObject),

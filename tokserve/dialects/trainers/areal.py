@@ -6,6 +6,7 @@ between a pause and its end, and says nowhere which piece is the last: /areal_co
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from typing import Any
 
@@ -27,6 +28,22 @@ class ArealState:
     def __init__(self, serving: Serving) -> None:
         self.announced: dict[str, Any] | None = None
         self.is_staged = False
+        self._llm = serving.llm
+        self._names: dict[int, str] = {}  # of received adapters, by number
+        self._unloading: set[asyncio.Task[None]] = set()
+
+    def note_adapter(self, number: int, name: str) -> None:
+        """An adapter was received.  One with another name and the same number is unloaded when its requests have ended,
+        which may be after the end of a pause."""
+        before, self._names[number] = self._names.get(number), name
+        if before not in (None, name):
+            task = asyncio.create_task(self._unload(str(before)))
+            self._unloading.add(task)
+            task.add_done_callback(self._unloading.discard)
+
+    async def _unload(self, name: str) -> None:
+        with suppress(RequestError):  # it was unloaded already
+            await self._llm.unload_lora_adapter(name)
 
 
 class ArealUpdateBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -66,6 +83,23 @@ class ArealMetaBody(msgspec.Struct, forbid_unknown_fields=True):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
+    group_name: str | None = None
+
+
+class ArealAdapterMetaBody(msgspec.Struct, forbid_unknown_fields=True):
+    """An adapter's tensors that rank 0 broadcasts next, in this order, and its configuration.  An adapter with the same
+    `lora_int_id` and another name is unloaded.  There is one group, whatever its name."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    lora_name: str
+    lora_int_id: int
+    lora_rank: int
+    lora_alpha: float
+    lora_target_modules: list[str] | str = []
+    lora_bias: str = "none"
+    base_model_name: str | None = None
     group_name: str | None = None
 
 
@@ -157,10 +191,28 @@ async def _staged(serving: Serving, announced: dict[str, Any]) -> bool:
                 await serving.llm.abort_weight_update()
 
 
-async def refuse_adapter_tensors(serving: Serving, request: Request) -> Response:
-    """Refused: an adapter's tensors over a group"""
-    raise RequestError(
-        "adapters are loaded from directories here, not over a process group: set the trainer's weight_update_mode to "
-        "disk",
-        code="unsupported",
-    )
+async def announce_adapter(serving: Serving, request: Request) -> Response:
+    """POST /areal_set_update_weight_meta_lora: as /areal_update_weights_lora_xccl has it, whose body says it too"""
+    params = await read(serving, request, ArealAdapterMetaBody)
+    return _done(request, f"{len(params.names)} tensors of the adapter {params.lora_name} announced")
+
+
+async def receive_adapter(serving: Serving, request: Request) -> Response:
+    """POST /areal_update_weights_lora_xccl: receive an adapter, and load it"""
+    adapter = await read(serving, request, ArealAdapterMetaBody)
+    config = {
+        "peft_type": "LORA",
+        "r": adapter.lora_rank,
+        "lora_alpha": adapter.lora_alpha,
+        "bias": adapter.lora_bias,
+        "target_modules": adapter.lora_target_modules,
+    }
+    update = {"names": adapter.names, "dtype_names": adapter.dtypes, "shapes": adapter.shapes}
+
+    async def stage(update_id: str) -> None:
+        await serving.llm.update_weights({"update_info": update, "update_id": update_id})
+
+    with errors.named_as({"lora_config": "lora_rank"}):
+        await open_updates.push_adapter(serving.llm, adapter.lora_name, config, stage)
+    serving.state_of(ArealState).note_adapter(adapter.lora_int_id, adapter.lora_name)
+    return _done(request, f"Adapter {adapter.lora_name} received")

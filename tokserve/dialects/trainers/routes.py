@@ -25,7 +25,17 @@ async def init_broadcaster(serving: Serving, request: Request) -> Response:
     )
 
 
+async def start_draft_weight_update(serving: Serving, request: Request) -> Response:
+    """POST /start_draft_weight_update: refused; the error says what happens to drafts"""
+    raise RequestError(
+        "the weights of a draft model are not updated while the server runs: drafts are verified, so old ones cost "
+        "speed and change no token. With --spec-method self-int8 or self-int4 the draft model follows every update",
+        code="unsupported",
+    )
+
+
 _COMMANDS = (
+    CommandRoute("/start_draft_weight_update", start_draft_weight_update, None, None),
     CommandRoute("/collective_rpc", skyrl.collective_rpc, WorkerCallBody, WorkerResults),
     CommandRoute("/areal_pause_generation", areal.pause, None, Success),
     CommandRoute("/areal_continue_generation", areal.resume, None, Success),
@@ -34,8 +44,8 @@ _COMMANDS = (
     CommandRoute("/areal_init_weights_update_group", areal.join_group, areal.ArealGroupBody, Success),
     CommandRoute("/areal_set_update_weight_meta", areal.announce, areal.ArealMetaBody, Success),
     CommandRoute("/areal_update_weights_xccl", areal.receive, None, Success),
-    CommandRoute("/areal_set_update_weight_meta_lora", areal.refuse_adapter_tensors, None, None),
-    CommandRoute("/areal_update_weights_lora_xccl", areal.refuse_adapter_tensors, None, None),
+    CommandRoute("/areal_set_update_weight_meta_lora", areal.announce_adapter, areal.ArealAdapterMetaBody, Success),
+    CommandRoute("/areal_update_weights_lora_xccl", areal.receive_adapter, areal.ArealAdapterMetaBody, Success),
     CommandRoute("/init_broadcaster", init_broadcaster, None, None),
     CommandRoute("/skyrl/v1/load_lora_adapter", load_lora_adapter, commands.LoadAdapter, AdapterReply),
 )

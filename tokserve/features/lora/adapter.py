@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(slots=True, eq=False)
@@ -10,9 +11,11 @@ class Adapter:
     """`slot`: -1 while it has none.  `generation` is another one each time that weights are loaded under the name; no
     two loads of a server share one.
 
-    `digest`: of its weights, "" if it is not known.  `last_use`: rises with every load and request of any adapter; the
-    lowest is unused for longest.  `anywhere`: the operator has named its directory.  `has_served`: a request has run
-    since it got its slot.  `is_leaving`: another one is to have the slot, so no more requests are admitted.
+    `path`: "" of one that was pushed, which is kept under `key`, has the `checksum` of what was sent, and the `version`
+    that its push had.  `digest`: of its weights, "" if it is not known.  `last_use`: rises with every load and request
+    of any adapter; the lowest is unused for longest.  `anywhere`: the operator has named its directory.  `has_served`:
+    a request has run since it got its slot.  `is_leaving`: another one is to have the slot, so no more requests
+    are admitted.
     """
 
     name: str
@@ -21,6 +24,9 @@ class Adapter:
     generation: int
     last_use: int = 0
     digest: str = ""
+    key: str = ""
+    version: str = ""
+    checksum: str = ""
     anywhere: bool = False
     has_served: bool = False
     is_leaving: bool = False
@@ -29,6 +35,11 @@ class Adapter:
     def label(self) -> str:
         """The suffix of a weight version that says which adapter made a token."""
         return f"{self.name}@{self.generation}"
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """Where the device reads it."""
+        return {"lora_path": self.path, "anywhere": self.anywhere} if self.path else {"pushed": self.key}
 
     @property
     def is_ready(self) -> bool:

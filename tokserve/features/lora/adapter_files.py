@@ -106,8 +106,8 @@ def read(directory: Path, sizes: Sizes, renames: tuple[tuple[str, str], ...], ma
     """Weights by projection.  Raises RequestError about `lora_path`."""
     try:
         config = _config(directory)
-        tensors = _paired(_catalogue(directory), renames)
-        _check(tensors, config, sizes, max_rank)
+        tensors = pair_tensors(_catalogue(directory), renames, TENSORS)
+        check_fit(tensors, config, sizes, max_rank, TENSORS)
         return {
             module: LowRank(weights.read(parts["A"]), weights.read(parts["B"]), config.scale(module))
             for module, parts in tensors.items()
@@ -145,6 +145,11 @@ def _config(directory: Path) -> AdapterConfig:
     value = checkpoint.read_json(directory, CONFIG, "adapter")
     if value is None:
         _refuse(f"{directory} holds no {CONFIG}; is it a PEFT adapter?")
+    return parse_config(value)
+
+
+def parse_config(value: Any) -> AdapterConfig:
+    """The content of adapter_config.json.  Raises RequestError about `lora_path`."""
     try:
         config = msgspec.convert(value, AdapterConfig)
         config.check()
@@ -162,8 +167,10 @@ def _catalogue(directory: Path) -> dict[str, Entry]:
     return weights.headers(directory / TENSORS)
 
 
-def _paired(entries: Mapping[str, Entry], renames: tuple[tuple[str, str], ...]) -> dict[str, dict[str, Entry]]:
-    """Module -> its A and B."""
+def pair_tensors(
+    entries: Mapping[str, Entry], renames: tuple[tuple[str, str], ...], source: str, *, complete: bool = True
+) -> dict[str, dict[str, Entry]]:
+    """Module -> its A and B.  `source`: what has these tensors; `complete`: no others come.  Raises RequestError."""
     tensors: dict[str, dict[str, Entry]] = {}
     unknown, duplicates = [], []
     for name, entry in entries.items():
@@ -176,16 +183,22 @@ def _paired(entries: Mapping[str, Entry], renames: tuple[tuple[str, str], ...]) 
             duplicates.append(name)
         tensors[module][match["part"]] = entry
     single = [f"{module}.lora_{part}" for module, parts in tensors.items() for part in {"A", "B"} - parts.keys()]
-    problems = (("no weight of a linear layer's adapter", unknown), ("twice", duplicates), ("missing", sorted(single)))
+    problems = (
+        ("no weight of a linear layer's adapter", unknown),
+        ("twice", duplicates),
+        ("missing", sorted(single) if complete else []),
+    )
     listed = [weights.counted(kind, names) for kind, names in problems if names]
     if not entries:
         listed = ["there are none"]
     if listed:
-        _refuse(f"the tensors of {TENSORS} are not those of a LoRA adapter: {'; '.join(listed)}")
+        _refuse(f"the tensors of {source} are not those of a LoRA adapter: {'; '.join(listed)}")
     return tensors
 
 
-def _check(tensors: Mapping[str, dict[str, Entry]], config: AdapterConfig, sizes: Sizes, max_rank: int) -> None:
+def check_fit(
+    tensors: Mapping[str, dict[str, Entry]], config: AdapterConfig, sizes: Sizes, max_rank: int, source: str
+) -> None:
     """Refuse, in one list, what does not fit the model, the configuration or `max_rank`."""
     unknown = [module for module in tensors if module not in sizes]
     misshapen, mistyped = [], []
@@ -196,9 +209,9 @@ def _check(tensors: Mapping[str, dict[str, Entry]], config: AdapterConfig, sizes
         rank = config.rank(module)
         if rank > max_rank:
             _refuse(f"the rank of {module} is {rank}, above --max-lora-rank {max_rank}")
-        for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
-            entry = parts[part]
-            if entry.shape != shape:
+        shapes = {"A": (rank, inputs), "B": (outputs, rank)}
+        for part, entry in parts.items():
+            if entry.shape != (shape := shapes[part]):
                 misshapen.append(f"{entry.key} (expected {list(shape)}, found {list(entry.shape)})")
             if entry.dtype not in FLOATS.values():
                 mistyped.append(f"{entry.key} ({entry.dtype})")
@@ -209,7 +222,7 @@ def _check(tensors: Mapping[str, dict[str, Entry]], config: AdapterConfig, sizes
     )
     listed = [weights.counted(kind, names) for kind, names in problems if names]
     if listed:
-        _refuse(f"the tensors of {TENSORS} do not fit the model: {'; '.join(listed)}")
+        _refuse(f"the tensors of {source} do not fit the model: {'; '.join(listed)}")
 
 
 def _by_pattern(pattern: Mapping[str, float] | None, module: str, default: float) -> float:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
-from tokserve.base.errors import NotFound
+from tokserve.base.errors import NotFound, RequestError
 from tokserve.config import LoraConfig, WeightsConfig
 from tokserve.features.lora import adapter_files
 from tokserve.features.lora.layer import LoraSlots, LowRank
+from tokserve.features.lora.pushed_adapter import AdapterFit, AdapterStaging, PushedAdapter, check_push_base
 from tokserve.features.weights import weight_sources as sources
 from tokserve.models.decoder import Decoder
 from tokserve.rl.digests import checksum
@@ -36,16 +38,47 @@ class LoraTables:
         self._parts = {target: partial(linears[name].adapter_part, shard) for target, (name, shard) in targets.items()}
         self._sizes = model.adapter_sizes()
         self._read: dict[str, LowRank] | None = None  # not in a slot yet
+        self._fit = AdapterFit(self._sizes, self._renames, self._max_rank, self._check)
+        self._pushed: dict[str, PushedAdapter] = {}  # by the key of the push
+
+    def _check(self, weights: Mapping[str, LowRank]) -> None:
+        if self._check_finite:
+            adapter_files.check_finite(weights, self._dtype)
 
     def attach(self, model: Decoder) -> None:
         """Make a model's projections use these slots."""
         for name, linear in model.named_linears().items():
             linear.lora = self._layers[name]
 
-    def read(self, lora_path: str, *, anywhere: bool = False) -> str:
+    def begin_push(self, key: str, config: dict[str, Any], base: Mapping[str, str] | None = None) -> AdapterStaging:
+        """What takes the tensors of an adapter, which is kept under `key`.  `base`: of a delta, {"key": of what it
+        changes, "served_version", "version", "checksum"}.  Raises RequestError."""
+        changed = None
+        if base is not None:
+            pushed = self._pushed.get(base["key"])
+            check_push_base(pushed, base["served_version"], base["version"], base["checksum"])
+            changed = None if pushed is None else (pushed, base["served_version"])
+        return AdapterStaging(config, self._fit, lambda complete: self._pushed.update({key: complete}), changed)
+
+    def drop(self, key: str) -> None:
+        """Forget what was pushed, if it is there."""
+        self._pushed.pop(key, None)
+
+    def read(self, lora_path: str = "", *, anywhere: bool = False, pushed: str | None = None) -> str:
         """Read an adapter into host memory, in place of one that was not placed; the digest of its weights.  Raises
-        RequestError.  `anywhere`: from a directory that need not be among the allowed ones."""
+        RequestError.  `anywhere`: from a directory that need not be among the allowed ones.  `pushed`: the key of one
+        that was pushed."""
         self._read = None
+        weights = self._read_directory(lora_path, anywhere=anywhere) if pushed is None else self._take_pushed(pushed)
+        self._read = {name: part(weights[name]) for name, part in self._parts.items() if name in weights}
+        return _digest(self._read)
+
+    def _take_pushed(self, key: str) -> dict[str, LowRank]:
+        if key not in self._pushed:
+            raise RequestError("its tensors were pushed to an engine that is gone: push it again", field="lora_name")
+        return self._fit.weights(self._pushed[key])
+
+    def _read_directory(self, lora_path: str, *, anywhere: bool) -> dict[str, LowRank]:
         allowed = None if anywhere else self._allowed
         try:
             directory = sources.allowed_directory(lora_path, allowed, adapter_files.FIELD)
@@ -53,10 +86,8 @@ class LoraTables:
             raise NotFound(error.message, field=adapter_files.FIELD) from None  # trainers try again: file systems lag
         sources.check_files(directory, (adapter_files.CONFIG, adapter_files.TENSORS), allowed, adapter_files.FIELD)
         weights = adapter_files.read(directory, self._sizes, self._renames, self._max_rank)
-        if self._check_finite:
-            adapter_files.check_finite(weights, self._dtype)
-        self._read = {name: part(weights[name]) for name, part in self._parts.items() if name in weights}
-        return _digest(self._read)
+        self._check(weights)
+        return weights
 
     def place(self, slot: int) -> None:
         """Put the adapter that was read last into a slot, in place of what is there; once."""

@@ -11,7 +11,8 @@ import os
 import re
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -35,7 +36,32 @@ def make(context: EngineContext) -> EngineFeature:
     """The adapters of an engine; without `--enable-lora`, what refuses them.  Raises StartError."""
     feature = Adapters(context) if context.config.lora.enable_lora else NoAdapters()
     context.offers["load_adapter"] = feature.load_as_model
+    context.offers["begin_adapter"] = feature.begin_push
+    context.offers["load_pushed_adapter"] = feature.load_pushed
     return feature
+
+
+@dataclass(frozen=True, slots=True)
+class LoadHooks:
+    """What another command that loads an adapter says to it.
+
+    `check`: is told whether the weights are the same as before.  `decided`: is told what was decided, once no other
+    engine can refuse any more.  `ready`: it is about to take effect, at a step boundary.  These may raise.  `placed`:
+    it has taken effect.
+    """
+
+    check: Callable[[bool], None] = lambda is_same: None
+    decided: Callable[[dict[str, Any]], None] = lambda decision: None
+    ready: Callable[[], None] = lambda: None
+    placed: Callable[[], None] = lambda: None
+
+
+class PushedSource(NamedTuple):
+    """The adapter that was pushed under `key`, with the version of the push ("": it has none) and its checksum."""
+
+    key: str
+    version: str
+    checksum: str
 
 
 def _not_enabled() -> RequestError:
@@ -67,6 +93,12 @@ class NoAdapters(EngineFeature):
         """Refuse an adapter's directory as a weight update."""
         yield from ()
         raise _not_enabled()
+
+    def begin_push(self, *_: Any) -> tuple[str, dict[str, str]]:
+        """Refuse an adapter's tensors."""
+        raise _not_enabled()
+
+    load_pushed = load_as_model
 
 
 class Adapters(EngineFeature):
@@ -143,7 +175,15 @@ class Adapters(EngineFeature):
     def listed(self) -> list[LoadedAdapter]:
         """All adapters that requests may name."""
         return [
-            LoadedAdapter(adapter.name, adapter.path, adapter.generation, adapter.digest, adapter.anywhere)
+            LoadedAdapter(
+                adapter.name,
+                adapter.path,
+                adapter.generation,
+                adapter.digest,
+                adapter.anywhere,
+                adapter.version,
+                adapter.checksum,
+            )
             for _, adapter in sorted(self._by_name.items())
         ]
 
@@ -153,10 +193,14 @@ class Adapters(EngineFeature):
         for adapter in self.listed():
             if adapter not in was.adapters:
                 self.slots.release(self._by_name.pop(adapter.name))
-        for name, path, generation, digest, anywhere in map(msgspec.structs.astuple, was.adapters):
+        for name, path, generation, digest, anywhere, version, checksum in map(msgspec.structs.astuple, was.adapters):
             if name not in self._by_name:
-                self._by_name[name] = Adapter(name, path, -1, generation, digest=digest, anywhere=anywhere)
-                if not os.path.isdir(path):
+                self._by_name[name] = Adapter(
+                    name, path, -1, generation, digest=digest, version=version, checksum=checksum, anywhere=anywhere
+                )
+                if not path:
+                    logger.warning("the adapter %s was pushed, and its requests fail until it is pushed again", name)
+                elif not os.path.isdir(path):
                     logger.warning(
                         "the directory of the adapter %s is not there: %s; its requests fail until it is there again, "
                         "or another is loaded under this name",
@@ -188,13 +232,25 @@ class Adapters(EngineFeature):
             raise RequestError("lora_path must not be empty", field="lora_path")
         return (yield from self._load(lora_name, lora_path, load_inplace))
 
-    def load_as_model(
-        self, path: str, check: Callable[[bool], None], placed: Callable[[dict[str, Any]], None]
-    ) -> Generator[Wait, Any, dict[str, Any]]:
-        """Load a PEFT directory under the model's own name, so that requests for the model are for the adapter.
-        `check`: is told whether the weights are the same as before, and raises if they may not come; `placed`: is told
-        what was decided, at the step boundary from which on they serve."""
-        return (yield from self._load(self._model_name, path, None, check=check, placed=placed))
+    def load_as_model(self, path: str, hooks: LoadHooks) -> Generator[Wait, Any, dict[str, Any]]:
+        """Load a PEFT directory under the model's own name, so that requests for the model are for the adapter."""
+        return (yield from self._load(self._model_name, path, None, hooks=hooks))
+
+    def begin_push(self, name: str | None) -> tuple[str, dict[str, str]]:
+        """The name of an adapter that is about to be pushed (None: the model's own), and what a delta of it changes.
+        Raises RequestError."""
+        name = self._model_name if name is None else name
+        self._check(name)
+        self._check_name(name, None)
+        served = self._by_name.get(name)
+        return name, {"key": "", "served_version": ""} if served is None else {
+            "key": served.key,
+            "served_version": served.version,
+        }
+
+    def load_pushed(self, name: str, pushed: PushedSource, hooks: LoadHooks) -> Generator[Wait, Any, dict[str, Any]]:
+        """Load what was pushed under a name, in place of what has that name."""
+        return (yield from self._load(name, "", None, pushed=pushed, hooks=hooks))
 
     def _load(
         self,
@@ -203,52 +259,64 @@ class Adapters(EngineFeature):
         load_inplace: bool | None,
         *,
         anywhere: bool = False,
-        check: Callable[[bool], None] = lambda is_same: None,
-        placed: Callable[[dict[str, Any]], None] = lambda decision: None,
+        pushed: PushedSource | None = None,
+        hooks: LoadHooks = LoadHooks(),
     ) -> Generator[Wait, Any, dict[str, Any]]:
         """`anywhere`: the operator says where from, so `allowed_weight_dirs` means nothing."""
         yield lambda: not self.slots.reading  # one after the other
         self.slots.reading = True
         try:
             self._check_name(name, load_inplace)
-            read = self._executor.background("read_adapter", {"lora_path": path, "anywhere": anywhere})
+            key, version, checksum = pushed or ("", "", "")
+            new = Adapter(name, path, -1, 0, key=key, version=version, checksum=checksum, anywhere=anywhere)
+            read = self._executor.background("read_adapter", new.source)
             yield read
-            digest = read.result() or ""
+            new.digest = read.result() or ""
             before = self._by_name.get(name)
-            check(bool(digest) and before is not None and before.digest == digest)
-            decision = yield from self._prepared(name)
-            adapter = self._by_name.get(name)
-            if adapter is None:
-                adapter = self._by_name[name] = Adapter(name, path, -1, 0)
+            is_same = bool(new.digest) and before is not None and before.digest == new.digest
+            hooks.check(is_same)
+            if version and before is not None and before.version == version and not is_same:
+                raise Conflict(
+                    f"weight_version: other weights of version {version} serve already as {name!r}",
+                    field="weight_version",
+                    code="version_in_use",
+                )
+            yield from self._prepared(name, hooks)
+            adapter = self._by_name.setdefault(name, new)
             evicted = self.slots.place(adapter, evict=not anywhere)
-            self._replace(adapter, path, digest, anywhere)
-            placed(decision)
+            self._replace(adapter, new)
+            hooks.placed()
         finally:
             self.slots.reading = False
-        logger.info("adapter %s is loaded from %s, generation %d", name, path, adapter.generation)
-        loaded = {"lora_name": name, "lora_path": path, "generation": adapter.generation}
+        logger.info("adapter %s is loaded from %s, generation %d", name, path or "a push", adapter.generation)
+        loaded: dict[str, Any] = {"lora_name": name, "generation": adapter.generation}
+        loaded |= {"lora_path": path} if path else {"lora_version": adapter.version or None, "checksum": checksum}
         if evicted is None:
             return loaded
         logger.info("adapter %s has no slot any more: it was unused for longest", evicted.name)
         return loaded | {"evicted": evicted.name}
 
-    def _prepared(self, name: str) -> Generator[Wait, Any, dict[str, Any]]:
-        """Until the other engines are as far, if there are others, and no step is in flight; what was decided."""
+    def _prepared(self, name: str, hooks: LoadHooks) -> Generator[Wait, Any, None]:
+        """Until the other engines are as far, if there are others, and no step is in flight."""
         yield STEP_BOUNDARY
         self._placing = name
         try:
             decision: dict[str, Any] = (yield PREPARED) or {}
+            hooks.decided(decision)
             yield STEP_BOUNDARY
+            hooks.ready()
         finally:
             self._placing = None
-        return decision
 
-    def _replace(self, adapter: Adapter, path: str, digest: str, anywhere: bool) -> None:
+    def _replace(self, adapter: Adapter, new: Adapter) -> None:
         """The name stands for other weights from here on."""
         self.num_loads += 1
         is_new = not adapter.generation
-        adapter.path, adapter.generation, adapter.anywhere = path, self.num_loads, anywhere
-        adapter.digest = digest
+        if adapter.key and adapter.key != new.key:
+            self._executor.background("drop_adapter", {"key": adapter.key})
+        adapter.path, adapter.generation, adapter.anywhere = new.path, self.num_loads, new.anywhere
+        adapter.digest, adapter.key, adapter.checksum = new.digest, new.key, new.checksum
+        adapter.version = new.version
         if not is_new:
             self._cache.on_variant_replaced(adapter)
             self._scheduler.restart_prompts(adapter)
@@ -273,6 +341,8 @@ class Adapters(EngineFeature):
         yield lambda: all(request.variant is not adapter for request in self._requests.live)
         yield STEP_BOUNDARY
         self.slots.release(adapter)
+        if adapter.key:
+            self._executor.background("drop_adapter", {"key": adapter.key})
         logger.info("adapter %s is unloaded", lora_name)
         return {"lora_name": lora_name}
 

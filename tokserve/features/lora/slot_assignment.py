@@ -101,8 +101,7 @@ class AdapterSlots:
                 continue
             self.reading = True
             try:
-                args = {"lora_path": adapter.path, "anywhere": adapter.anywhere}
-                read = self._executor.background("read_adapter", args)
+                read = self._executor.background("read_adapter", adapter.source)
                 yield read
                 if (read.result() or "") != adapter.digest:
                     raise Conflict(f"the files in {adapter.path} have changed since it was loaded; load it again")

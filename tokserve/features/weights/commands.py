@@ -15,6 +15,7 @@ from tokserve.engine.admin.current_weights import CurrentWeights, Origin
 from tokserve.engine.admin.lease import Lease, check_lease
 from tokserve.engine.features import EngineContext
 from tokserve.engine.hooks import EngineFeature
+from tokserve.features.lora.commands import LoadHooks, PushedSource
 from tokserve.features.weights.update import Update, VersionHistory, check_version
 from tokserve.protocol.messages import Status
 
@@ -163,21 +164,29 @@ class Weights(CurrentWeights):
         base_checksum: str | None = None,
         lease: float | None = None,
         take_over: bool = False,
+        lora_name: str | None = None,
+        lora_config: dict[str, Any] | None = None,
     ) -> Command:
         """Open a transaction: new weights are staged beside those that serve.
 
         With the base of a delta: changes of the weights that serve, which must be of that version and checksum.
         `lease`: seconds without a call of this update after which it is rolled back; 0: never.  `take_over`: roll back
-        an update that is open.
+        an update that is open.  `lora_config`: the tensors are those of an adapter with this adapter_config.json, which
+        gets the name `lora_name` (None: the model's own).
         """
         check_lease(lease)
+        if lora_name is not None and lora_config is None:
+            raise RequestError("lora_config is missing: an adapter needs its adapter_config.json", field="lora_config")
         if not is_checkpoint_format:
             raise RequestError("only checkpoint format is supported", field="is_checkpoint_format")
         if (base_version is None) != (base_checksum is None):
             raise RequestError("a delta has a base_version and a base_checksum", field="base_checksum")
         yield lambda: self.update is not None or self._is_settled()
         yield from self._until_closed(take_over)
-        if base_version is None or base_checksum is None:
+        if lora_config is not None:
+            base = None if base_version is None else {"version": base_version, "checksum": base_checksum}
+            update = yield from self._open_adapter(lora_name, lora_config, base, lease)
+        elif base_version is None or base_checksum is None:
             update = yield from self._open(lease=lease)
         else:
             update = yield from self._open_delta(base_version, base_checksum, lease=lease)
@@ -197,6 +206,20 @@ class Weights(CurrentWeights):
         self.update = update = Update(self._new_lease(lease), closed=closed, is_delta=True)
         base = {"version": self.version, "base_version": version, "base_checksum": checksum}
         yield from self._staged(update, "begin_delta", **base)
+        yield from self._prepared(update)
+        return update
+
+    def _open_adapter(
+        self, name: str | None, config: dict[str, Any], base: dict[str, Any] | None, lease: float | None
+    ) -> Generator[Wait, Any, Update]:
+        """Open an update that takes the tensors of an adapter, or, with a base, changes of those pushed last."""
+        adapter, served = self._offers["begin_adapter"](name)
+        if name is None and not self.can_compute:
+            raise Conflict("there are no weights that an adapter could change: push full weights", field="lora_config")
+        self.update = update = Update(self._new_lease(lease), is_delta=base is not None, adapter=adapter)
+        update.is_model = name is None
+        changed = None if base is None else served | base
+        yield from self._staged(update, "begin_adapter", key=update.update_id, config=config, base=changed)
         yield from self._prepared(update)
         return update
 
@@ -284,23 +307,31 @@ class Weights(CurrentWeights):
         if not self.can_compute:
             raise Conflict("there are no weights that an adapter could change: push full weights", field="weight_dir")
 
+        yield PREPARED  # as an update from a checkpoint has it, when it is opened
+        hooks = self._as_model(weight_version, recompute_kv)
+        loaded = yield from self._offers["load_adapter"](weight_dir, hooks)
+        return {"message": "Weight update finished", "weight_version": self.version, "epoch": self.epoch} | loaded
+
+    def _as_model(self, weight_version: str | None, recompute_kv: bool) -> LoadHooks:
+        """Begin an epoch with an adapter that stands before the model."""
+        epoch: int | None = None
+
         def check(is_same: bool) -> None:
             if weight_version == self.version and self.epoch and not is_same:
                 reason = f"weight_version: other weights of version {weight_version} serve already"
                 raise Conflict(reason, field="weight_version", code="version_in_use")
 
-        def placed(decision: dict[str, Any]) -> None:
-            self._set_epoch(weight_version, self.origin, decision.get("epoch"))
+        def decided(decision: dict[str, Any]) -> None:
+            nonlocal epoch
+            epoch = decision.get("epoch")
+
+        def placed() -> None:
+            self._set_epoch(weight_version, self.origin, epoch)
             self._set_checksum(self.checksum)
             if recompute_kv:
                 self.recompute_kv()
 
-        yield PREPARED  # as an update from a checkpoint has it, when it is opened
-        load_adapter = self._offers.get("load_adapter")
-        if load_adapter is None:
-            raise RequestError("this server serves no adapters", field="weight_dir")
-        loaded = yield from load_adapter(weight_dir, check, placed)
-        return {"message": "Weight update finished", "weight_version": self.version, "epoch": self.epoch} | loaded
+        return LoadHooks(check=check, decided=decided, placed=placed)
 
     @command("finish_weight_update")
     def finish_weight_update(
@@ -315,6 +346,8 @@ class Weights(CurrentWeights):
         again with the new weights."""
         check_version(weight_version)
         update = self._filling(weight_version, update_id)
+        if update.adapter is not None:
+            return (yield from self._commit_adapter(update, update.adapter, weight_version, checksum, recompute_kv))
         if checksum is not None and not update.is_delta:
             raise RequestError("only the result of a delta has a checksum here", field="checksum")
         update.recompute_kv = recompute_kv
@@ -361,6 +394,41 @@ class Weights(CurrentWeights):
             done["version_reused"] = True
         yield from self._background("forget_weights")
         return done
+
+    def _commit_adapter(
+        self, update: Update, name: str, weight_version: str | None, checksum: str | None, recompute_kv: bool
+    ) -> Command:
+        """Have the pushed adapter take effect, as a load from a directory does."""
+        update.closed = True
+        is_placed = False
+        try:
+            done = yield from self._staged(update, "finish_update", checksum=checksum)
+            version = weight_version or done["version"]
+            hooks = self._as_model(version, recompute_kv) if update.is_model else LoadHooks()
+
+            def decided(decision: dict[str, Any]) -> None:
+                self._check_open(update)
+                update.decided = bool(decision)
+                hooks.decided(decision)
+
+            def placed() -> None:
+                nonlocal is_placed
+                is_placed, self.update, self.failure = True, None, None
+                hooks.placed()
+                if recompute_kv and not update.is_model:
+                    self.recompute_kv()
+
+            watch = LoadHooks(hooks.check, decided, lambda: self._check_open(update), placed)
+            pushed = PushedSource(update.update_id, version or "", done["checksum"])
+            loaded = yield from self._offers["load_pushed_adapter"](name, pushed, watch)
+        except RequestError as error:
+            if self.update is update:
+                self._fail(update, error.message)
+            raise
+        finally:
+            if not is_placed:
+                self._executor.background("drop_adapter", {"key": update.update_id})
+        return {"message": "Weight update finished", "weight_version": self.version, "epoch": self.epoch} | loaded
 
     def _prepared(self, update: Update) -> Generator[Wait, Any, dict[str, Any]]:
         """Until the other engines are as far with this update, if there are others; what was decided.  If one of them

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tokserve.base.errors import RequestError
+from tokserve.features.lora.pushed_adapter import AdapterStaging
 from tokserve.features.weights.delta_staging import DeltaStaging
 from tokserve.features.weights.staging import Staging
 from tokserve.features.weights.weight_sources import Announcement, SafetensorsStream, shared_memory
@@ -30,7 +31,7 @@ STEP_NAMES = {"uint8": torch.uint8, "uint16": torch.uint16}
 READ_BYTES = 4 << 20
 
 
-def from_shared_memory(staging: DeltaStaging, announced: Announcement) -> None:
+def from_shared_memory(staging: DeltaStaging | Staging | AdapterStaging, announced: Announcement) -> None:
     """The tensors of a delta's file, in a segment."""
     declared = announced.declared(DTYPES | STEP_NAMES)
     staging.announce((name, shape, dtype) for name, dtype, shape in declared)

@@ -21,7 +21,9 @@ class Update:
     the weights that serve, so there is nothing beside them; `spoiled`: a worker call may have changed them since.
     `checksum`: what the result must have, if the call that opened it knows.  `lease`: how long it stays open without a
     call of its holder, which may show the `update_id`.  `num_bytes`: of the tensors that came, or of the bodies that
-    they came in; `way`: how they did.  `recompute_kv`: its commit has the KV of requests in flight computed again."""
+    they came in; `way`: how they did.  `adapter`: the name of the one whose tensors these are, None: the model's;
+    `is_model`: it is to stand before the model.  `recompute_kv`: its commit has the KV of requests in flight computed
+    again."""
 
     lease: Lease
     update_id: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -32,6 +34,8 @@ class Update:
     spoiled: bool = False
     decided: bool = False
     checksum: str | None = None
+    adapter: str | None = None
+    is_model: bool = False
     closed: bool = False
     source: str | None = None
     stamp: str | None = None

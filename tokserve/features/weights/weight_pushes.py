@@ -61,6 +61,7 @@ class WeightPushes:
 
     def __init__(self, engine: AdminMethods) -> None:
         self._pusher: Any = None
+        self._adapters: Any = None
         self._engine = engine
 
     async def push(self, weights: Any, version: str | None, **options: Any) -> Any:
@@ -68,3 +69,10 @@ class WeightPushes:
         if self._pusher is None:
             self._pusher = importlib.import_module("tokserve.rl.pusher").Pusher(EngineChannel(self._engine))
         return await self._pusher.push(weights, version, **options)
+
+    async def push_adapter(self, adapter: Any, name: str | None, version: str | None, **options: Any) -> Any:
+        """Push an adapter; the arguments are those of `tokserve.rl.adapter_push.AdapterPusher.push`."""
+        if self._adapters is None:
+            pushes = importlib.import_module("tokserve.rl.adapter_push")
+            self._adapters = pushes.AdapterPusher(EngineChannel(self._engine))
+        return await self._adapters.push(adapter, name, version, **options)

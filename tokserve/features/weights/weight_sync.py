@@ -22,6 +22,7 @@ from tokserve.base.errors import Conflict, RequestError, StartError, TransferFai
 from tokserve.config import BACKENDS, PACKING, WeightsConfig
 from tokserve.families.quantization.formats.pick import checkpoint_format
 from tokserve.features.lora.adapter_files import is_adapter
+from tokserve.features.lora.pushed_adapter import AdapterStaging
 from tokserve.features.weights import delta_sources
 from tokserve.features.weights import weight_sources as sources
 from tokserve.features.weights.checksums import checksums
@@ -88,7 +89,7 @@ class WeightSync:
         self._num_bytes = num_bytes
         self._device = device
         self._total = total
-        self._staging: Staging | DeltaStaging | None = None
+        self._staging: Staging | DeltaStaging | AdapterStaging | None = None
         self._complete: Decoder | DeltaStaging | None = None
         self.sums = ServedSums()
         self._old: Decoder | None = None  # replaced, not yet given back
@@ -203,6 +204,10 @@ class WeightSync:
         served = self.sums.of(model, coordinates)
         self._staging = DeltaStaging(model, coordinates, (version, checksum), served, check_finite=is_finite)
 
+    def begin_adapter(self, staging: AdapterStaging) -> None:
+        """Prepare for the tensors of an adapter."""
+        self._staging = staging
+
     def checksum(self, model: Decoder) -> str:
         """The checksum of the weights that serve.  Raises Conflict if they are quantized."""
         coordinates = self.coordinates(model)
@@ -284,10 +289,12 @@ class WeightSync:
         staging = self._opened()
         try:
             stamp = None
-            if "files" in source:
+            if "files" in source and not isinstance(staging, AdapterStaging):
                 stamp = self._read_chain(staging, **source)
             elif "weight_dir" not in source and "path" not in source:
                 self._take_announced(staging, source)
+            elif isinstance(staging, AdapterStaging):
+                raise RequestError("an adapter's directory is loaded with load_lora_adapter, with no update open")
             elif isinstance(staging, DeltaStaging):
                 raise RequestError("a directory of deltas is an update by itself: send weight_dir with no update open")
             else:
@@ -334,13 +341,15 @@ class WeightSync:
             raise RequestError(f"{weight_dir} cannot be read: {error.strerror}", field="weight_dir") from None
         return way[-1].identity[1] if way else None
 
-    def _take_announced(self, staging: Staging | DeltaStaging, source: dict[str, Any]) -> None:
-        is_delta = isinstance(staging, DeltaStaging)
+    def _take_announced(self, staging: Staging | DeltaStaging | AdapterStaging, source: dict[str, Any]) -> None:
+        is_delta = isinstance(staging, DeltaStaging) or (isinstance(staging, AdapterStaging) and staging.is_delta)
         announced = sources.announcement(source if is_delta else self._packing | source)
+        if is_delta and announced.segment is not None:
+            return delta_sources.from_shared_memory(staging, announced)
         if isinstance(staging, DeltaStaging):
-            if announced.segment is not None:
-                return delta_sources.from_shared_memory(staging, announced)
             return delta_sources.from_group(staging, announced, self._joined())
+        if is_delta:
+            raise RequestError("a delta of an adapter comes as a file or in shared memory", field="update_info.names")
         declared = announced.declared()
         staging.announce((name, shape, dtype) for name, dtype, shape in declared)
         if announced.segment is not None:
@@ -386,6 +395,8 @@ class WeightSync:
         if self._stream is not None:
             self.abort()
             raise Conflict("tensors are still coming")
+        if isinstance(staging, AdapterStaging):
+            return staging.finish(checksum)
         if isinstance(staging, DeltaStaging):
             staging.finish(checksum)
             self._complete = staging
@@ -420,15 +431,15 @@ class WeightSync:
         self._old = None
         self._device.give_back_memory()
 
-    def _opened(self) -> Staging | DeltaStaging:
+    def _opened(self) -> Staging | DeltaStaging | AdapterStaging:
         if self._staging is None:
             raise Conflict("no weight update is open")
         return self._staging
 
 
-def _file_stream(staging: Staging | DeltaStaging) -> sources.SafetensorsStream:
+def _file_stream(staging: Staging | DeltaStaging | AdapterStaging) -> sources.SafetensorsStream:
     """A reader of safetensors bodies."""
-    if isinstance(staging, DeltaStaging):
+    if not isinstance(staging, Staging):
         return sources.SafetensorsStream(staging.announce, staging.push, staging.begin_file, delta_sources.FILE_DTYPES)
     return sources.SafetensorsStream(staging.announce, staging.push, _refuse_delta)
 
