@@ -28,9 +28,8 @@ def log_ready(llm: AsyncLLM, config: Config, url: str, seconds: float) -> None:
 
 def _facts(llm: AsyncLLM, config: Config, facts: dict[str, Any]) -> list[str]:
     ready = llm.ready
-    words = [", ".join(config.server.served_model_name or [config.model.model]), str(facts["dtype"])]
-    if "quantization" in facts:
-        words.append(str(facts["quantization"]))
+    words = [", ".join(config.server.served_model_name or [config.model.model])]
+    words += [str(facts[name]) for name in ("dtype", "quantization") if name in facts]  # a script has neither
     if "kernels" in facts:
         words += [f"{facts['threads']} threads", f"kernels: {facts['kernels']}"]
     tokens = ready.num_blocks * ready.block_size
