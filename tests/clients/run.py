@@ -99,7 +99,8 @@ IMAGES = {"images", "trl_images"}  # of clients whose server has a model that re
 SCRIPTED = {"agents", "agent_loops"}  # whose server has a script instead of a model
 NPM = {"agents"}  # npm packages
 WITH_OPS = {"trl_exact"}  # run by this project's interpreter, which finds their packages at CLIENT_PACKAGES
-SERVED_NAMES = ["demo", "gpt-5.5", "gpt-6.2-sol"]  # of a script; Codex knows the last two
+# the options of a script's server; Codex knows the last two names
+OF_SCRIPT: dict[str, Any] = {"served_model_name": ["demo", "gpt-5.5", "gpt-6.2-sol"], "sessions": True}
 SECONDS = 1200.0
 LARGEST = 4000  # bytes of a recorded body
 
@@ -256,7 +257,7 @@ def main() -> int:
     scripted = [name for name in names if name in SCRIPTED]
     for name in scripted:
         model = model_of(name)
-        with scripted_server(Script(Tokenizer.load(model)), model, served_model_name=SERVED_NAMES) as running:
+        with scripted_server(Script(Tokenizer.load(model)), model, **OF_SCRIPT) as running:
             if not run(name, running.url, model, False):
                 failed.append(name)
     for model, flags in sorted({(model_of(name), FLAGS.get(name, ())) for name in names if name not in SCRIPTED}):

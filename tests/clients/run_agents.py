@@ -258,6 +258,8 @@ def check_agent(report: Report, agent: Agent, place: Path) -> None:
     report.check("its fields", all(agent.keys <= e.body.keys() for e in sent))
     for name in agent.sends:
         report.check(f"{name} names the session", len({e.headers[name] for e in sent}) == 1)
+    if agent.sends:
+        check_session(report, sent, agent.sends[0])
     process = home.start(report.url, ENDLESS)
     try:
         until(lambda: load(report.url)["running"] or process.poll() is not None, f"{agent.name} writes")
@@ -267,6 +269,14 @@ def check_agent(report: Report, agent: Agent, place: Path) -> None:
         report.check("an interruption frees the request", load(report.url)["running"] == 0)
     finally:
         end_now(process)
+
+
+def check_session(report: Report, sent: Sequence[Exchange], header: str) -> None:
+    """Each turn of the session that the agent names continues the one before, but for its side calls."""
+    with urlopen(f"{report.url}/sessions/{sent[0].headers[header]}/tree") as answer:
+        turns = json.load(answer)["turns"]
+    continued = [turn["parent"] for turn in turns if turn["parent"] is not None]
+    report.check("its turns are a chain", len(set(continued)) == len(continued) == len(sent) - 1)
 
 
 def end_now(process: subprocess.Popen[str]) -> None:

@@ -19,7 +19,12 @@ from tokserve.dialects.openai.schemas import ChatBody, CompletionBody
 from tokserve.server.tokens.generate import GenerateBody
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-LONGER = {"grpo.py": 260, "rl_loop.py": 125, "disaggregated.py": 130}  # lines that these examples may have
+LONGER = {
+    "grpo.py": 260,
+    "agent_grpo.py": 145,
+    "rl_loop.py": 125,
+    "disaggregated.py": 130,
+}  # lines that these examples may have
 
 
 def run(*command: str) -> str:
@@ -39,6 +44,18 @@ def test_grpo(tmp_path: Path) -> None:
     assert [step["mismatch"] for step in steps] == [0.0] * 3
     assert all(step["tokens"] > 0 for step in steps)
     assert any(step["bytes"] > 0 for step in steps)  # a step whose rewards are all alike changes no weight
+
+
+def test_agent_grpo(tmp_path: Path) -> None:
+    """An agent's turns are trained on with a ratio of 1.0, also after a step of the weights."""
+    log = tmp_path / "log.jsonl"
+    with Server("demo", "--sessions", "--logprobs-mode", "processed") as server:
+        flags = ("--steps", "2", "--groups", "1", "--samples", "4")
+        shown = run(sys.executable, str(EXAMPLES / "agent_grpo.py"), "--url", server.url, "--log", str(log), *flags)
+    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(step["mismatch"], step["ratio"]) for step in steps] == [(0.0, [1.0, 1.0])] * 2
+    assert all(step["tokens"] > step["turns"] >= 4 for step in steps)
+    assert shown.count("ratio 1.0 to 1.0") == 2
 
 
 def test_curl(demo: Server) -> None:
@@ -84,18 +101,20 @@ def test_lora() -> None:
 
 
 def test_examples_are_short() -> None:
-    for path in [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.sh")]:
+    for path in [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("agents/*.py"), *EXAMPLES.glob("*.sh")]:
         assert len(path.read_text().splitlines()) < LONGER.get(path.name, 95), path
 
 
 @pytest.mark.parametrize(
-    "path", [*sorted(EXAMPLES.glob("*.py")), EXAMPLES / "trainers" / "plot.py"], ids=lambda p: p.name
+    "path",
+    [*sorted(EXAMPLES.glob("*.py")), *sorted(EXAMPLES.glob("agents/*.py")), EXAMPLES / "trainers" / "plot.py"],
+    ids=lambda p: p.name,
 )
 def test_help_is_printed_without_the_packages_that_the_example_needs(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", [str(path), "--help"])
-    for package in ("matplotlib", "openai", "ray"):
+    for package in ("matplotlib", "openai", "ray", "agents", "pydantic_ai"):
         monkeypatch.setitem(sys.modules, package, None)
     with contextlib.suppress(SystemExit):  # argparse's
         runpy.run_path(str(path), run_name="__main__")
