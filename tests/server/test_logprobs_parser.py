@@ -5,9 +5,9 @@ import pytest
 
 from tests.server.test_logprobs import columns
 from tokserve.client.outputs import Column
-from tokserve.dialects.openai import logprobs_parser as read
 from tokserve.protocol.logprobs import Logprobs
 from tokserve.server.replies import logprobs
+from tokserve.server.replies import logprobs_parser as read
 
 
 def back(row: Column, token_id: int, top: int, named: tuple[int, ...] = ()) -> tuple[list[int], list[float]]:

@@ -54,6 +54,7 @@ class Room:
     `reserve`: a function of a `Serving` and the features of a request's prompts that returns one to call at its end.
     `headers`: a function of a request and an AsyncLLM that returns headers of replies to requests for tokens.
     `conversations`: a function of a `Serving` that returns an observer of text conversations, or None.
+    `messages`: a function that returns what reads outputs as chat messages; `server.replies.messages` describes it.
     `shared`: a function of a `Config` that returns what the supervisor of several API processes hosts for them, with an
     `address` and an asynchronous `close`, or None.
     `commands`: a tuple of `protocol.commands.AdminCommand`.
@@ -73,6 +74,7 @@ class Room:
     reserve: str = ""
     headers: str = ""
     conversations: str = ""
+    messages: str = ""
     shared: str = ""
     commands: str = ""
     engine: str = ""

@@ -355,6 +355,19 @@ def sampling_params(serving: Serving, body: ChatBody, plan: ToolPlan) -> Samplin
     return schemas.sampling(body, serving.defaults, max_tokens=limit, logprobs=num_logprobs, **more)
 
 
+def message_of(c: ChoiceOutput, reader: OutputParser | None, *, shows_reasoning: bool) -> Message:
+    """The message of a whole choice; `reader` None: its text is the content."""
+    if reader is None:
+        return Message("assistant", c.text or "")
+    read = reader.read(c)
+    for call in read.calls:
+        call.index = UNSET
+    alone = not (read.reasoning or read.calls)
+    content = read.content if alone else read.content or None
+    reasoning = read.reasoning if shows_reasoning else ""
+    return Message("assistant", content, None, reasoning or None, reasoning or UNSET, read.calls or UNSET)
+
+
 class ChatRenderer:
     """Completions as chat's JSON.  `reader` None: their text is the content."""
 
@@ -391,7 +404,7 @@ class ChatRenderer:
         choices = [
             ChatChoice(
                 c.index,
-                self._message(c),
+                message_of(c, self.reader, shows_reasoning=self._shows_reasoning),
                 self._logprobs(c, parts),
                 self._finish_reason(c),
                 c.stop_reason,
@@ -426,17 +439,6 @@ class ChatRenderer:
     def reasoning(self, read: ParsedDelta, index: int, *, is_last: bool) -> str | UnsetType:
         """The reasoning of a parsed delta of a choice that is shown with it; UNSET: none."""
         return read.reasoning or UNSET if self._shows_reasoning else UNSET
-
-    def _message(self, c: ChoiceOutput) -> Message:
-        if self.reader is None:
-            return Message("assistant", c.text or "")
-        read = self.reader.read(c)
-        for call in read.calls:
-            call.index = UNSET
-        alone = not (read.reasoning or read.calls)
-        content = read.content if alone else read.content or None
-        reasoning = read.reasoning if self._shows_reasoning else ""
-        return Message("assistant", content, None, reasoning or None, reasoning or UNSET, read.calls or UNSET)
 
     def _finish_reason(self, c: ChoiceOutput) -> str | None:
         return c.finish_reason if self.reader is None else self.reader.finish_reason(c)

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from tokserve.base.errors import RequestError, invalid
 from tokserve.client.inputs import bare_id, check_lists
 from tokserve.client.outputs import TERMINATORS, ChoiceOutput, Column
-from tokserve.dialects.openai import chat, chat_prompts, completions, logprobs_parser, schemas, tools
+from tokserve.dialects.openai import chat, chat_prompts, completions, schemas, tools
 from tokserve.dialects.openai.schemas import ChatBody, CompletionBody, RequestBody, TextBody
 from tokserve.dialects.openai.tools import ToolPlan
 from tokserve.features.chat.output_format import AT_CONTENT
@@ -27,6 +27,7 @@ from tokserve.protocol.params import MAX_CHOICES, SamplingParams
 from tokserve.server.generation import PromptTokensDetails, Usage
 from tokserve.server.http import body
 from tokserve.server.http.workers import off_loop
+from tokserve.server.replies import logprobs_parser
 from tokserve.server.serving import Serving
 from tokserve.text.detokenizer import Detokenizer
 from tokserve.text.stops import StopStrings
@@ -299,7 +300,7 @@ async def derender_chat(serving: Serving, request: Request) -> Response:
     text_body = _request(serving, ChatBody, request_body.chat_request, "chat_request", ignored)
     plan, params = tools.PLAIN_TEXT, None
     if text_body is not None:
-        plan = _with_prefix("chat_request", lambda: chat.tool_plan(serving, text_body))
+        plan = with_prefix("chat_request", lambda: chat.tool_plan(serving, text_body))
         params = _params(serving, lambda: chat.sampling_params(serving, text_body, plan), "chat_request")
 
     def work() -> Response:
@@ -369,18 +370,18 @@ def _request(serving: Serving, kind: type[T], value: Any, field: str, ignored: l
     """The request body that was rendered, if the client sends it."""
     if value is None:
         return None
-    text_body, ignored_fields = _with_prefix(
+    text_body, ignored_fields = with_prefix(
         field, lambda: schemas.parse(kind, value, strict=serving.config.server.strict)
     )
-    _with_prefix(field, lambda: serving.check_model(text_body.model))
+    with_prefix(field, lambda: serving.check_model(text_body.model))
     ignored += ignored_fields
     return text_body
 
 
 def _params(serving: Serving, make: Callable[[], SamplingParams], field: str) -> SamplingParams:
-    params = _with_prefix(field, make)
-    _with_prefix(field, params.validate)
-    _with_prefix(field, lambda: check_lists(params, serving.config.limits, serving.llm.ready.vocab_size))
+    params = with_prefix(field, make)
+    with_prefix(field, params.validate)
+    with_prefix(field, lambda: check_lists(params, serving.config.limits, serving.llm.ready.vocab_size))
     return params
 
 
@@ -389,14 +390,14 @@ def _prompt_of(serving: Serving, plan: ToolPlan, ids: list[int], text_body: Chat
     thinking = plan.output_format is not None and plan.output_format.thinking is not None
     if ids or not thinking or text_body.messages is None:
         return ids
-    return _with_prefix("chat_request", lambda: chat_prompts.rendered(serving, text_body, text_body.reasoning_effort))
+    return with_prefix("chat_request", lambda: chat_prompts.rendered(serving, text_body, text_body.reasoning_effort))
 
 
 def _prompts(text_body: CompletionBody, count: int) -> list[str | list[int]]:
     """The prompts of the request, as texts or ids; empty if it has none."""
     if text_body.prompt is None:
         return []
-    prompts = _with_prefix("completion_request", lambda: completions.parse_prompts(text_body.prompt))
+    prompts = with_prefix("completion_request", lambda: completions.parse_prompts(text_body.prompt))
     if len(prompts) != count:
         raise invalid("generate_responses", f"must have a reply per prompt: {len(prompts)}, got {count}")
     return prompts
@@ -416,7 +417,7 @@ def _prompt_length(reply: ParsedReply, ids: list[int] | None, count: int | None,
     return lengths[0] if lengths else 0
 
 
-def _with_prefix(field: str, make: Callable[[], R]) -> R:
+def with_prefix(field: str, make: Callable[[], R]) -> R:
     """`make()`; `field` is prepended to the field of an error."""
     try:
         return make()

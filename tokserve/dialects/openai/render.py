@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.client.inputs import GenerateRequest
-from tokserve.dialects.openai import chat, chat_prompts, completions, render_extras, responses, schemas
+from tokserve.dialects.openai import chat, chat_prompts, completions, inline_messages, render_extras, responses, schemas
 from tokserve.features.beams.beam_fields import refuse_beams
 from tokserve.features.chat.text_context import TextContext
 from tokserve.features.images import request_images
@@ -41,6 +41,7 @@ class Rendered(OptionFields, kw_only=True, omit_defaults=True):
     token_offsets: list[list[int]] | None = None
     prompt_text: str | None = None
     assistant_tokens_mask: list[int] | None = None
+    parse_context: dict[str, Any] | None = None
 
 
 class TokenizerDescription(msgspec.Struct):
@@ -73,6 +74,7 @@ async def rendered_chat(serving: Serving, request: Request, call: chat.ChatCall)
     request_id = _request_id(request, call.body)
     params = _portable(call.params, forbidden)
     rendered = _rendered(serving, call.body, params, call.generate, call.ids, echo=echo, request_id=request_id)
+    rendered.parse_context = inline_messages.parse_context(serving, call.body)
     if render_extras.asked_for(call.body):
         extras = await off_loop(request, 8 * len(call.ids), lambda: _chat_extras(serving, call))
         rendered = msgspec.structs.replace(rendered, **extras._asdict())

@@ -7,6 +7,7 @@ from tokserve.base.rooms import Room
 ROOM = Room(
     endpoints="tokserve.dialects.openai.routes:ENDPOINTS",
     text_endpoints="tokserve.dialects.openai.text_routes:ENDPOINTS",
+    messages="tokserve.dialects.openai.inline_messages:make_reader",
     paths=(
         "/v1/chat/completions",
         "/v1/chat/completions/tokens",

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.base.errors import RequestError
+from tokserve.client.inputs import bare_id
 from tokserve.client.outputs import ChoiceOutput, Column
 from tokserve.features.grammar import structured
 from tokserve.features.images import request_images
@@ -30,7 +31,7 @@ from tokserve.protocol.params import (
     StructuredOutputs,
     check_ranges,
 )
-from tokserve.protocol.prompt import TokenPrompt
+from tokserve.protocol.prompt import TokenPrompt, unpack_ids
 from tokserve.server import compat
 from tokserve.server.generation import Generation, Usage
 from tokserve.server.http import declared, errors
@@ -39,6 +40,7 @@ from tokserve.server.http.body_reader import free_at_end
 from tokserve.server.http.workers import off_loop
 from tokserve.server.replies import fields, logprobs, reply_size, sse
 from tokserve.server.replies.fields import ColumnFields
+from tokserve.server.replies.messages import MessageReader, message_reader
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, prompt_versions, versions
 from tokserve.server.replies.reply_parts import DeferredParts, single_part
 from tokserve.server.serving import FieldPaths, Serving
@@ -78,7 +80,9 @@ class _Generate(OptionFields, kw_only=True, forbid_unknown_fields=True, omit_def
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
     return_sampling_mask: bool | None = None  # the same as in sampling_params
-    output_mode: Literal["tokens", "text"] | None = "tokens"
+    output_mode: Literal["tokens", "text", "derender"] | None = "tokens"
+    chat_request: Any = None
+    parse_context: Any = None
     logprobs_format: Format | None = "objects"
     kv_transfer_params: Any = None
     ec_transfer_params: Any = None
@@ -124,6 +128,8 @@ class GenerateChoice(ColumnFields):
     prompt_weight_versions: list[WeightVersion] | UnsetType = UNSET
     stop_detail: StopDetail | UnsetType = UNSET
     text: str | Raw | UnsetType | None = UNSET
+    message: Any = UNSET  # with output_mode "derender"; in a stream it is `delta`
+    delta: Any = UNSET
 
 
 class PlaceholderRange(msgspec.Struct):
@@ -198,6 +204,8 @@ def decode_body(raw: bytes | bytearray | memoryview, packed: bool) -> AnyBody:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise malformed(error, raw, packed) from None
     errors.refuse_unsupported("ec_transfer_params", body.ec_transfer_params)
+    if body.chat_request is not None and body.output_mode != "derender":
+        raise RequestError('chat_request goes with output_mode "derender"', field="chat_request")
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", field="stream_options")
     return body
@@ -292,8 +300,9 @@ async def generate_tokens(serving: Serving, request: Request) -> Response:
     free_at_end(request, len(raw), body.token_ids)
     sse.check_format(body.stream, wants_msgpack(request))
     await serving.find_model(body.model)
-    generate = serving.request_of(request, body, params, text=body.output_mode == "text")
+    generate = serving.request_of(request, body, params, text=body.output_mode in ("text", "derender"))
     ids, paths = prompt_of(body)
+    messages = await _messages(serving, request, body, params, ids, generate.request_id)
     prompt: Sequence[int] | bytes | TokenPrompt = ids
     if body.content_parts is not None or body.features is not None:
         salt = generate.options.cache_salt or ""
@@ -304,9 +313,25 @@ async def generate_tokens(serving: Serving, request: Request) -> Response:
     generation = await serving.start(request, generate, [prompt], paths, entry_bytes=entry_bytes)
     body.token_ids, body.token_ids_b64, body.sampling_params = None, None, UNSET  # what would keep the body
     body.features, expands = None, body.content_parts is not None
-    body.content_parts = None
-    render = _Render(serving, generation, body, params, packed=wants_msgpack(request), expands=expands)
+    body.content_parts = body.chat_request = body.parse_context = None
+    packed = wants_msgpack(request)
+    render = _Render(serving, generation, body, params, packed=packed, expands=expands, messages=messages)
     return await sse.respond(generation, request, render, {})
+
+
+async def _messages(
+    serving: Serving, request: Request, body: AnyBody, params: SamplingParams, ids: list[int] | bytes, request_id: str
+) -> MessageReader | None:
+    """Who reads the outputs as messages, if that is requested."""
+    if body.output_mode != "derender" or serving.llm.tokenizer is None:  # without one, the engine's client refuses it
+        return None
+    field = "parse_context" if body.chat_request is None else "chat_request"
+    sent, key = getattr(body, field), bare_id(request_id)
+
+    def make() -> MessageReader:
+        return message_reader(serving, sent, field, params, unpack_ids(ids) if isinstance(ids, bytes) else ids, key)
+
+    return await off_loop(request, 8 * len(ids), make)
 
 
 class _Render:
@@ -321,8 +346,10 @@ class _Render:
         *,
         packed: bool,
         expands: bool = False,
+        messages: MessageReader | None = None,
     ) -> None:
-        """`expands`: the prompt is longer than the client's, which is told."""
+        """`expands`: the prompt is longer than the client's, which is told.  `messages`: reads the outputs."""
+        self._messages = messages
         self._id = ID_PREFIX + generation.key
         self._serving = serving
         self._model = serving.answers_as(body.model)
@@ -351,7 +378,7 @@ class _Render:
             self._form = "packed"
         self._scores_due = params.prompt_logprobs is not None
 
-    def _choice(self, c: ChoiceOutput, parts: DeferredParts | None = None) -> GenerateChoice:
+    def _choice(self, c: ChoiceOutput, parts: DeferredParts | None = None, *, is_delta: bool = False) -> GenerateChoice:
         choice = GenerateChoice(
             c.index,
             self._ids(c.token_ids),
@@ -363,6 +390,10 @@ class _Render:
             UNSET if c.finish_reason is None else StopDetail(c.stop_detail, c.message),
             c.text or "" if self._text else UNSET,
         )
+        if self._messages is not None and is_delta:
+            choice.delta = self._messages.delta(c)
+        elif self._messages is not None:
+            choice.message = self._messages.message(c)
         fields.write_tokens(choice, c, self._columns, self._form, parts)
         if c.finish_reason is not None:
             fields.write_end(choice, c, self._columns, self._form)
@@ -417,7 +448,8 @@ class _Render:
         )
 
     def delta(self, delta: ChoiceOutput) -> bytes:
-        if self._first or self._continuous or self._scores_due or delta.finish_reason is not None:
+        changes = self._first or self._continuous or self._scores_due or self._messages is not None
+        if changes or delta.finish_reason is not None:
             return self._event(delta)
         return self._plain_event(delta)
 
@@ -451,7 +483,7 @@ class _Render:
         return sse.event(encode_json(chunk)).split(HOLE)
 
     def _event(self, delta: ChoiceOutput) -> bytes:
-        chunk = GenerateChunk(self._id, [self._choice(delta)])
+        chunk = GenerateChunk(self._id, [self._choice(delta, is_delta=True)])
         if self._usage:
             chunk.usage = self._generation.usage() if self._continuous else None
         if self._first:
