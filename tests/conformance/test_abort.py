@@ -7,25 +7,40 @@ import pytest
 
 from tests.conformance.api import ABORTS, CHAT, GENERATE, PROMPT, Api, Long
 
+STRICT = ABORTS[0]
+
 
 @pytest.mark.parametrize("route", ABORTS)
-@pytest.mark.parametrize(
-    "body",
-    [{}, {"request_ids": None}, {"all": False}, {"group_id": ""}, {"group_id": None}],
-    ids=str,
-)
+@pytest.mark.parametrize("body", [{"all": False}, {"group_id": ""}, {"group_id": None}], ids=str)
 def test_no_ids_are_refused(api: Api, route: str, body: Any) -> None:
     api.refused(api.post(route, body), 400, "request_ids")
 
 
-@pytest.mark.parametrize("route", ABORTS)
-def test_an_empty_list_aborts_nothing(api: Api, route: str) -> None:
+@pytest.mark.parametrize("body", [{}, {"request_ids": None}], ids=str)
+def test_the_strict_route_refuses_a_body_without_ids(api: Api, body: Any) -> None:
+    api.refused(api.post(STRICT, body), 400, "request_ids")
+
+
+def test_an_empty_list_aborts_nothing(api: Api) -> None:
+    nothing = {"status": "aborted", "aborted": 0, "results": {}}
     with Long(api, "stays") as call:
-        for body in ({"request_ids": []}, {"request_ids": [], "all": False}, {"request_ids": [], "group_id": None}):
-            assert api.ok(route, body) == {"aborted": 0, "results": {}}
-        assert api.ok(route, {"request_ids": [], "group_id": "nobody"}) == {"aborted": 0, "results": {}}
+        assert api.ok(STRICT, {"request_ids": []}) == nothing
+        for route in ABORTS:
+            for body in ({"request_ids": [], "all": False}, {"request_ids": [], "group_id": None}):
+                assert api.ok(route, body) == nothing
+            assert api.ok(route, {"request_ids": [], "group_id": "nobody"}) == nothing
         assert api.load()["running"] > 0
-        assert api.ok(route, {"request_ids": [], "all": True}) == {"aborted": 1, "results": {"stays": "aborted"}}
+        assert api.ok(STRICT, {"request_ids": [], "all": True}) == nothing | {
+            "aborted": 1,
+            "results": {"stays": "aborted"},
+        }
+        assert call.reply()
+
+
+@pytest.mark.parametrize("body", [{}, {"request_ids": None}, {"request_ids": []}], ids=str)
+def test_the_bare_route_without_ids_aborts_all(api: Api, body: Any) -> None:
+    with Long(api, "ends") as call:
+        assert api.ok("/abort_requests", body)["results"]["ends"] == "aborted"
         assert call.reply()
 
 
@@ -51,7 +66,11 @@ def test_a_bad_abort_is_refused_by_name(api: Api, body: Any, param: str) -> None
 def test_abort_by_id_with_any_prefix(api: Api, route: str, prefix: str) -> None:
     with Long(api, "long", params={"logprobs": 0}) as call:
         answer = api.ok(route, {"request_ids": [prefix + "long", "nobody"]})
-        assert answer == {"aborted": 1, "results": {prefix + "long": "aborted", "nobody": "not_found"}}
+        assert answer == {
+            "status": "aborted",
+            "aborted": 1,
+            "results": {prefix + "long": "aborted", "nobody": "not_found"},
+        }
         assert api.load()["running"] == 0, "freed before the answer"
         for choice in call.reply()["choices"]:
             assert choice["finish_reason"] == "abort" and choice["stop_reason"] is None
@@ -69,15 +88,15 @@ def test_what_came_before_an_abort_is_kept_and_exact(api: Api) -> None:
 
 def test_abort_by_group(api: Api) -> None:
     with Long(api, "g-1", group_id="team"), Long(api, "g-2", group_id="team"):
-        assert api.ok(ABORTS[0], {"group_id": "nobody"}) == {"aborted": 0, "results": {}}
+        assert api.ok(ABORTS[0], {"group_id": "nobody"}) == {"status": "aborted", "aborted": 0, "results": {}}
         answer = api.ok(ABORTS[0], {"group_id": "team"})
-        assert answer == {"aborted": 2, "results": {"g-1": "aborted", "g-2": "aborted"}}
+        assert answer == {"status": "aborted", "aborted": 2, "results": {"g-1": "aborted", "g-2": "aborted"}}
 
 
 def test_abort_all(text: Api) -> None:
     with Long(text, "a-1") as first, Long(text, "a-2", CHAT) as second:
         answer = text.ok(ABORTS[0], {"all": True})
-        assert answer == {"aborted": 2, "results": {"a-1": "aborted", "a-2": "aborted"}}
+        assert answer == {"status": "aborted", "aborted": 2, "results": {"a-1": "aborted", "a-2": "aborted"}}
         assert {choice["finish_reason"] for choice in first.reply()["choices"]} == {"abort"}
         assert {choice["finish_reason"] for choice in second.reply()["choices"]} == {"abort"}
 
@@ -121,4 +140,8 @@ def test_a_finished_request_is_not_aborted(api: Api) -> None:
 
 def test_odd_ids_are_not_found(api: Api) -> None:
     odd = ["", "#0", "over#0", "chatcmpl-", "\u00e9\u0000", "x" * 10_000]
-    assert api.ok(ABORTS[0], {"request_ids": odd}) == {"aborted": 0, "results": dict.fromkeys(odd, "not_found")}
+    assert api.ok(ABORTS[0], {"request_ids": odd}) == {
+        "status": "aborted",
+        "aborted": 0,
+        "results": dict.fromkeys(odd, "not_found"),
+    }

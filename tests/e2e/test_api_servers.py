@@ -121,10 +121,14 @@ def test_an_abort_reaches_the_process_that_owns_the_request(two: Server) -> None
         assert reasons(aborted.result(PATIENCE)) == {"abort"} and len(aborted.result().json()["choices"]) == 400
         assert abort(two, 1, {"request_ids": ["mine"]})["results"] == {"mine": "finished"}
         assert not other.done()
-        assert abort(two, 0, {"group_id": "g"}) == {"aborted": 1, "results": {"other": "aborted"}}
+        assert abort(two, 0, {"group_id": "g"}) == {"status": "aborted", "aborted": 1, "results": {"other": "aborted"}}
         assert reasons(other.result(PATIENCE)) == {"abort"}
     with in_flight(two, (0, body("a")), (1, body("b", n=100))) as both:
-        assert abort(two, 1, {"all": True}) == {"aborted": 2, "results": {"a": "aborted", "b": "aborted"}}
+        assert abort(two, 1, {"all": True}) == {
+            "status": "aborted",
+            "aborted": 2,
+            "results": {"a": "aborted", "b": "aborted"},
+        }
         assert [reasons(future.result(PATIENCE)) for future in both] == [{"abort"}] * 2
     two.wait_idle()
 

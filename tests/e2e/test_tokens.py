@@ -197,7 +197,11 @@ def test_abort_is_acknowledged_and_the_caller_gets_what_there_is(demo: Server) -
             return aborted.json(), (await waiting).json()
 
     aborted, reply = asyncio.run(scene())
-    assert aborted == {"aborted": 1, "results": {"generate-tokens-long": "aborted", "nobody": "not_found"}}
+    assert aborted == {
+        "status": "aborted",
+        "aborted": 1,
+        "results": {"generate-tokens-long": "aborted", "nobody": "not_found"},
+    }
     assert reply["choices"][0]["finish_reason"] == "abort" and reply["choices"][0]["token_ids"]
     assert reply["choices"][0]["stop_detail"]["kind"] == "abort_user"
     demo.wait_idle()

@@ -53,25 +53,38 @@ def test_an_abort_is_acknowledged_by_the_id_as_given(route: str) -> None:
         a, b = await begin(s, "a"), await begin(s, "b")
         answer = await client.post(route, json={"request_ids": ["generate-tokens-a", "b", "nobody"]})
         assert answer.json() == {
+            "status": "aborted",
             "aborted": 2,
             "results": {"generate-tokens-a": "aborted", "b": "aborted", "nobody": "not_found"},
         }
         await asyncio.gather(a.task, b.task)
         again = await client.post(route, json={"request_ids": ["a"]})
-        assert again.json() == {"aborted": 0, "results": {"a": "finished"}}
+        assert again.json() == {"status": "aborted", "aborted": 0, "results": {"a": "finished"}}
 
     play(scene)
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_an_empty_list_aborts_nothing(route: str) -> None:
+def test_an_empty_list_aborts_nothing_on_the_strict_route() -> None:
     async def scene(s: Site, client: httpx.AsyncClient) -> None:
         a = await begin(s, "a")
-        answer = await client.post(route, json={"request_ids": []})
-        assert answer.status_code == 200 and answer.json() == {"aborted": 0, "results": {}}
-        everything = await client.post(route, json={"request_ids": [], "all": True})
-        assert everything.json() == {"aborted": 1, "results": {"a": "aborted"}}
+        answer = await client.post(ROUTES[1], json={"request_ids": []})
+        assert answer.status_code == 200 and answer.json() == {"status": "aborted", "aborted": 0, "results": {}}
+        everything = await client.post(ROUTES[1], json={"request_ids": [], "all": True})
+        assert everything.json() == {"status": "aborted", "aborted": 1, "results": {"a": "aborted"}}
         await a.task
+
+    play(scene)
+
+
+@pytest.mark.parametrize("content", [b"", b" \n", b"{}", b'{"request_ids": null}', b'{"request_ids": []}'])
+def test_the_bare_route_aborts_all_that_it_is_not_told_to_choose_from(content: bytes) -> None:
+    async def scene(s: Site, client: httpx.AsyncClient) -> None:
+        callers = [await begin(s, "a"), await begin(s, "b", "/v1/chat/completions")]
+        headers = {"Content-Type": "application/json"} if content.strip() else {}
+        answer = await client.post(ROUTES[0], content=content, headers=headers)
+        assert answer.json() | {"results": {}} == {"status": "aborted", "aborted": 2, "results": {}}
+        assert not s.llm.num_inflight, "the reply comes after the requests have ended"
+        await asyncio.gather(*(caller.task for caller in callers))
 
     play(scene)
 
@@ -81,7 +94,7 @@ def test_empty_abort_fields_equal_absent_ones(unsaid: dict[str, Any]) -> None:
     async def scene(s: Site, client: httpx.AsyncClient) -> None:
         a, b = await begin(s, "a"), await begin(s, "b")
         answer = await client.post(ROUTES[0], json={"request_ids": ["a"]} | unsaid)
-        assert answer.json() == {"aborted": 1, "results": {"a": "aborted"}}
+        assert answer.json() == {"status": "aborted", "aborted": 1, "results": {"a": "aborted"}}
         await a.task
         s.llm.wake()
         await b.task
@@ -93,7 +106,11 @@ def test_a_request_that_is_named_twice_counts_once() -> None:
     async def scene(s: Site, client: httpx.AsyncClient) -> None:
         a = await begin(s, "a")
         answer = (await client.post(ROUTES[0], json={"request_ids": ["a", "generate-tokens-a", "a"]})).json()
-        assert answer == {"aborted": 1, "results": {"a": "aborted", "generate-tokens-a": "aborted"}}
+        assert answer == {
+            "status": "aborted",
+            "aborted": 1,
+            "results": {"a": "aborted", "generate-tokens-a": "aborted"},
+        }
         await a.task
 
     play(scene)
@@ -167,7 +184,7 @@ def test_ids_of_every_route_with_and_without_their_prefix(path: str, prefix: str
         caller = await begin(s, "x", path)
         request_id = "x" if bare else prefix + "x"
         answer = await client.post("/abort_requests", json={"request_ids": [request_id]})
-        assert answer.json() == {"aborted": 1, "results": {request_id: "aborted"}}
+        assert answer.json() == {"status": "aborted", "aborted": 1, "results": {request_id: "aborted"}}
         await caller.task
         assert caller.status == 200
 
@@ -191,11 +208,11 @@ def test_a_group() -> None:
         chat = await begin(s, "c", "/v1/chat/completions", group_id="g")
         other = await begin(s, "d", group_id="h")
         answer = await client.post("/abort_requests", json={"group_id": "g"})
-        assert answer.json() == {"aborted": 3, "results": dict.fromkeys("abc", "aborted")}
+        assert answer.json() == {"status": "aborted", "aborted": 3, "results": dict.fromkeys("abc", "aborted")}
         await asyncio.gather(chat.task, *(caller.task for caller in members))
         assert not other.task.done()
         again = await client.post("/abort_requests", json={"group_id": "g"})
-        assert again.json() == {"aborted": 0, "results": {}}
+        assert again.json() == {"status": "aborted", "aborted": 0, "results": {}}
         s.llm.wake()
         await other.task
         assert b'"finish_reason":"length"' in other.writes[0]
@@ -213,10 +230,14 @@ def test_all() -> None:
         [other] = s.llm.submit([s.llm.prepare(request)])
         answer = await client.post("/abort_requests", json={"all": True})
         expected = dict.fromkeys(["a", "b", "of another front end"], "aborted")
-        assert answer.json() == {"aborted": 3, "results": expected}
+        assert answer.json() == {"status": "aborted", "aborted": 3, "results": expected}
         await asyncio.gather(*(caller.task for caller in callers))
         assert [delta.finish_reason async for delta in other] == ["abort"]
-        assert (await client.post("/abort_requests", json={"all": True})).json() == {"aborted": 0, "results": {}}
+        assert (await client.post("/abort_requests", json={"all": True})).json() == {
+            "status": "aborted",
+            "aborted": 0,
+            "results": {},
+        }
 
     play(scene)
 
@@ -294,7 +315,7 @@ def test_a_refused_request_is_not_announced_any_more(monkeypatch: pytest.MonkeyP
         assert (await client.post("/v1/completions", json=body)).status_code == 400
         assert not s.llm.announced
         answer = await client.post(ROUTES[0], json={"request_ids": ["a"]})
-        assert answer.json() == {"aborted": 0, "results": {"a": "not_found"}}
+        assert answer.json() == {"status": "aborted", "aborted": 0, "results": {"a": "not_found"}}
 
     play(scene)
 
@@ -302,8 +323,8 @@ def test_a_refused_request_is_not_announced_any_more(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({}, "request_ids"),
         ({"request_ids": None, "all": False}, "request_ids"),
+        ({"group_id": ""}, "request_ids"),
         ({"request_ids": "a"}, "request_ids"),
         ({"request_ids": [5]}, "request_ids[0]"),
         ({"request_ids": ["a"], "all": True}, "all"),
@@ -314,6 +335,12 @@ def test_a_refused_request_is_not_announced_any_more(monkeypatch: pytest.MonkeyP
 def test_refusals(body: dict[str, Any], param: str) -> None:
     answer = site().post("/abort_requests", body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("content", [{}, {"request_ids": None}])
+def test_the_strict_route_needs_to_be_told(content: dict[str, Any]) -> None:
+    answer = site().post(ROUTES[1], content)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "request_ids"
 
 
 def test_a_dead_engine() -> None:

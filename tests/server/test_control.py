@@ -421,7 +421,7 @@ def test_without_keys_control_is_for_this_machine() -> None:
     for answer in (asked_by(s, AWAY), asked_by(s, HERE, Origin="http://evil.example")):
         assert answer.json()["error"]["code"] == "remote_control"
     assert status(s, AWAY, "/resume/") == 403
-    assert status(s, AWAY, "/abort_requests") == 400  # not a control route
+    assert status(s, AWAY, "/inference/v1/abort_requests") == 400  # not a control route
     assert status(command_site(allow_remote_control=True), AWAY) == 200
 
 
@@ -457,10 +457,10 @@ def test_an_admin_key_guards_control_and_opens_the_rest() -> None:
     assert [status(s, HERE, **headers) for headers in ({}, {"Authorization": "Bearer k"})] == [401, 401]
     assert "needs the admin key" in s.post("/resume", {}).json()["error"]["message"]
     assert status(s, AWAY, Authorization="Bearer b") == 200
-    assert status(s, HERE, "/abort_requests", Authorization="Bearer a") == 400
-    assert status(s, HERE, "/abort_requests") == 401
+    assert status(s, HERE, "/inference/v1/abort_requests", Authorization="Bearer a") == 400
+    assert status(s, HERE, "/inference/v1/abort_requests") == 401
     alone = command_site(admin_api_key=["a"])
-    assert status(alone, HERE) == 401 and status(alone, AWAY, "/abort_requests") == 400
+    assert status(alone, HERE) == 401 and status(alone, AWAY, "/inference/v1/abort_requests") == 400
 
 
 def test_a_draft_corpus_is_bounded() -> None:

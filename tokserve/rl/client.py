@@ -282,6 +282,8 @@ class AsyncClient:
         be sent again.  Returns when the engine has freed them."""
         if (group_id is None) == (request_ids is None):
             raise ValueError("abort takes a group_id or request_ids")
+        if request_ids is not None and not request_ids:
+            return 0  # the route would abort all requests
         body = {"group_id": group_id} if request_ids is None else {"request_ids": list(request_ids)}
         queued = self._turns.abort(group_id, request_ids or ())
         return queued + int((await self._connection.post("/abort_requests", body))["aborted"])

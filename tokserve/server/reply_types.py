@@ -18,14 +18,6 @@ class Version(TypedDict):
     version: str
 
 
-class ServerLoad(TypedDict):
-    """HTTP requests of this API process, and requests of the engine."""
-
-    server_load: int
-    running: int
-    waiting: int
-
-
 class EngineState(TypedDict):
     """What an engine does.  Times are in seconds since 1970."""
 

@@ -31,8 +31,11 @@ CORE = (
         runner="generate",
     ),
     *(
-        Endpoint(POST, path, aborts.abort_requests, aborts.AbortBody, reply=aborts.AbortReply, raises=BODY)
-        for path in ("/inference/v1/abort_requests", "/abort_requests")
+        Endpoint(POST, path, handler, aborts.AbortBody, reply=aborts.AbortReply, raises=BODY)
+        for path, handler in (
+            ("/inference/v1/abort_requests", aborts.abort_requests),
+            ("/abort_requests", aborts.abort_requests_or_all),
+        )
     ),
     Endpoint(GET, "/liveness", state.liveness, reply=types.EmptyObject),
     Endpoint(GET, "/inference/v1/state", state.state, reply=types.ServerState, guarded=True),

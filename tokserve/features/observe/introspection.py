@@ -121,15 +121,6 @@ def _model(serving: Serving, name: str) -> ModelCard:
     return ModelCard(name, created, path or name, length, parent=parent, owned_by=owner)
 
 
-async def load(serving: Serving, request: Request) -> Response:
-    """GET /load: HTTP requests in flight, and the engine's running and waiting requests"""
-    await serving.llm.refresh(FRESH_SECONDS)
-    stats = serving.llm.stats
-    return body.reply(
-        request, {"server_load": metrics_of(serving).inflight, "running": stats.running, "waiting": stats.waiting}
-    )
-
-
 async def prometheus_metrics(serving: Serving, request: Request) -> Response:
     """GET /metrics: Prometheus metrics"""
     await serving.llm.refresh(FRESH_SECONDS)

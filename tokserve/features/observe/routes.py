@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tokserve.features.observe import api_pages, introspection, live_requests, status_page
+from tokserve.features.observe import api_pages, introspection, live_requests, load, status_page
 from tokserve.server import reply_types as types
 from tokserve.server.endpoint import ENGINE, HTML, MISSING, NEVER, TEXT, Endpoint
 
@@ -19,7 +19,15 @@ ENDPOINTS = (
     ),
     Endpoint(GET, "/version", introspection.version, reply=types.Version, raises=NEVER),
     Endpoint(GET, "/metrics", introspection.prometheus_metrics, reply=TEXT, guarded=True),
-    Endpoint(GET, "/load", introspection.load, reply=types.ServerLoad, guarded=True),
+    Endpoint(
+        GET,
+        "/load",
+        load.load,
+        reply=load.ServerLoad,
+        guarded=True,
+        raises=ENGINE | {400},
+        query=(("include_inflight", bool), ("inflight_limit", int)),
+    ),
     Endpoint(
         GET,
         "/server_info",

@@ -1,4 +1,7 @@
-"""POST /abort_requests: ends requests by id, by group, or all of them, and reports the result of each.
+"""Routes that end requests by id, by group, or all of them, and report the result of each.
+
+`/inference/v1/abort_requests` needs to be told which; `/abort_requests` without any aborts all: vLLM's clients drain an
+engine with it.
 
 The engine aborts requests of every API process and frees them before the reply is sent.  The clients that sent the
 requests get the output so far.
@@ -13,14 +16,14 @@ from starlette.responses import Response
 from tokserve.base.errors import RequestError, invalid
 from tokserve.client.inputs import bare_id
 from tokserve.server.http import body
-from tokserve.server.http.body_reader import BodyReader
 from tokserve.server.serving import Serving
 
+BLANK = 1 << 10  # a body whose beginning is white space is none
 MAX_IDS = 1 << 14  # ids that the engine looks up between two steps
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Which requests: exactly one of the fields.  An empty list aborts none."""
+    """Which requests: at most one of the fields."""
 
     request_ids: list[str] | None = None
     group_id: str | None = None
@@ -32,10 +35,24 @@ class AbortReply(msgspec.Struct):
 
     aborted: int
     results: dict[str, str]
+    status: str = "aborted"
 
 
-async def read(request: Request, bodies: BodyReader) -> AbortBody:
-    value, _ = await bodies.load(request)
+async def abort_requests(serving: Serving, request: Request) -> Response:
+    """POST /inference/v1/abort_requests: end requests by id or group; replies after they have ended"""
+    value, _ = await serving.bodies.load(request)
+    return await _abort(serving, request, _target(value))
+
+
+async def abort_requests_or_all(serving: Serving, request: Request) -> Response:
+    """POST /abort_requests: end requests by id or group, or all if none are named; replies after they have ended"""
+    raw = await serving.bodies.read(request)
+    value = await serving.bodies.decode(request, raw) if bytes(raw[:BLANK]).strip() else {}
+    names_none = isinstance(value, dict) and value.keys() <= {"request_ids"} and value.get("request_ids") in (None, [])
+    return await _abort(serving, request, AbortBody(all=True) if names_none else _target(value))
+
+
+def _target(value: object) -> AbortBody:
     target = body.convert(value, AbortBody)
     selectors = [name for name in AbortBody.__struct_fields__ if getattr(target, name) not in (None, [], False, "")]
     if not selectors and target.request_ids is None:
@@ -47,9 +64,7 @@ async def read(request: Request, bodies: BodyReader) -> AbortBody:
     return target
 
 
-async def abort_requests(serving: Serving, request: Request) -> Response:
-    """POST /abort_requests: end requests; replies after they have ended"""
-    target = await read(request, serving.bodies)
+async def _abort(serving: Serving, request: Request, target: AbortBody) -> Response:
     if target.all:
         results = await serving.llm.abort_all()
     elif target.group_id:
