@@ -154,6 +154,63 @@ def test_skyrls_start_and_finish_make_an_update() -> None:
 
 
 @pytest.mark.parametrize(
+    ("call", "command", "arguments"),
+    [
+        ({"method": "reload_weights"}, "update_weights_from_dir", {"weight_dir": "DIRECTORY", "weight_version": None}),
+        (
+            {"method": "reload_weights", "kwargs": {"weights_path": "/w", "is_checkpoint_format": True}, "args": []},
+            "update_weights_from_dir",
+            {"weight_dir": "/w"},
+        ),
+        ({"method": "reload_weights", "args": ["/w"], "timeout": 60}, "update_weights_from_dir", {"weight_dir": "/w"}),
+        (
+            {"method": "pull_weights", "kwargs": {"source_dir": "/d", "target_version": 7, "local_dir": "/l"}},
+            "update_weights_from_dir",
+            {"weight_dir": "/d", "weight_version": "7"},
+        ),
+        (
+            {"method": "update_weights", "kwargs": {"update_info": {"names": []}}},
+            "update_weights",
+            {"update": {"names": []}, "update_id": None},
+        ),
+        ({"method": "update_weights_nccl", "args": [{"names": []}]}, "update_weights", {"update": {"names": []}}),
+        (
+            {"method": "skyrl_sleep_for_weight_sync", "kwargs": {"offload_kv": True}},
+            "sleep",
+            {"level": 1, "mode": "keep"},
+        ),
+        ({"method": "skyrl_wake_for_weight_sync", "kwargs": {"tags": ["weights"]}}, "wake_up", {"tags": ["weights"]}),
+    ],
+)
+def test_methods_of_workers_are_commands(call: dict[str, Any], command: str, arguments: dict[str, Any]) -> None:
+    s = command_site()
+    assert s.post("/collective_rpc", call).json() == {"results": [None]}
+    ((name, received),) = s.llm.commands
+    directory = s.app.state.serving.config.model.model
+    expected = {key: directory if value == "DIRECTORY" else value for key, value in arguments.items()}
+    assert name == command and received | expected == received
+
+
+@pytest.mark.parametrize(
+    ("call", "param"),
+    [
+        ({"method": "reload_weights", "kwargs": {"path": "/w"}}, "kwargs.path"),
+        ({"method": "reload_weights", "kwargs": {"weights_path": 5}}, "kwargs.weights_path"),
+        ({"method": "reload_weights", "args": ["/w"], "kwargs": {"weights_path": "/w"}}, "kwargs.weights_path"),
+        ({"method": "reload_weights", "args": ["/w", True, 3]}, "args"),
+        ({"method": "pull_weights", "kwargs": {}}, "kwargs"),
+        ({"method": "pull_weights", "kwargs": {"source_dir": "/d", "pre_read_hook": "m:f"}}, "kwargs.pre_read_hook"),
+        ({"method": "reload_weights", "timeout": 0}, "timeout"),
+    ],
+)
+def test_wrong_arguments_of_workers_methods_are_named(call: dict[str, Any], param: str) -> None:
+    s = command_site()
+    answer = s.post("/collective_rpc", call)
+    assert answer.status_code == 400 and s.llm.commands == []
+    assert answer.json()["error"]["param"].startswith(param)
+
+
+@pytest.mark.parametrize(
     ("method", "why"),
     [("update_weights_ipc", "CUDA IPC"), ("update_weights_rdt", "RDMA"), ("load_weights", "unpickles")],
 )

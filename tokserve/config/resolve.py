@@ -86,6 +86,7 @@ def resolve(config: Config) -> Config:
             shorten_context=_or(config.cache.shorten_context, model.max_model_len is None),
         ),
         lora=_adapters(config.lora),
+        weights=replace(config.weights, allowed_weight_dirs=_with(config.weights.allowed_weight_dirs, directory)),
         kv=replace(config.kv, kv_events_config=_kv_events(config)),
         runtime=replace(
             config.runtime, device=device, cpu_threads=_cpu_threads(config.runtime, config.parallel, device)
@@ -225,6 +226,11 @@ def _allowed_hosts(server: ServerConfig) -> list[str]:
     if server.uds is None and is_local(server.host):
         return list(dict.fromkeys([*LOCAL_HOSTS, server.host]))
     return ["*"]
+
+
+def _with(directories: list[str] | None, served: Path) -> list[str] | None:
+    """The directories that weights may be read from, that of the served model among them: it can be reloaded."""
+    return None if directories is None else list(dict.fromkeys([*directories, str(served)]))
 
 
 def _device(device: str) -> Any:

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.base.errors import RequestError
-from tokserve.dialects.trainers import areal, nemo_rl, skyrl
+from tokserve.dialects.trainers import areal, nemo_rl, worker_methods
 from tokserve.protocol import commands
 from tokserve.server.admin.commands import CommandRoute, WorkerCallBody, load_lora_adapter
 from tokserve.server.endpoint import NEVER, Endpoint
@@ -36,7 +36,7 @@ async def start_draft_weight_update(serving: Serving, request: Request) -> Respo
 
 _COMMANDS = (
     CommandRoute("/start_draft_weight_update", start_draft_weight_update, None, None),
-    CommandRoute("/collective_rpc", skyrl.collective_rpc, WorkerCallBody, WorkerResults),
+    CommandRoute("/collective_rpc", worker_methods.collective_rpc, WorkerCallBody, WorkerResults),
     CommandRoute("/areal_pause_generation", areal.pause, None, Success),
     CommandRoute("/areal_continue_generation", areal.resume, None, Success),
     CommandRoute("/areal_update_weights", areal.update_weights, areal.ArealUpdateBody, Success),

@@ -177,8 +177,6 @@ class Weights(CurrentWeights):
         check_lease(lease)
         if lora_name is not None and lora_config is None:
             raise RequestError("lora_config is missing: an adapter needs its adapter_config.json", field="lora_config")
-        if not is_checkpoint_format:
-            raise RequestError("only checkpoint format is supported", field="is_checkpoint_format")
         if (base_version is None) != (base_checksum is None):
             raise RequestError("a delta has a base_version and a base_checksum", field="base_checksum")
         yield lambda: self.update is not None or self._is_settled()

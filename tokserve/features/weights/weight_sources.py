@@ -62,11 +62,6 @@ class Announcement(msgspec.Struct, forbid_unknown_fields=True):
         for name in ("dtype_names", "shapes"):
             if len(getattr(self, name)) != len(self.names):
                 raise RequestError(f"{name} and names must be of the same length", field=f"update_info.{name}")
-        if not self.is_checkpoint_format:
-            raise RequestError(
-                "only checkpoint format is supported: the names and shapes of a Hugging Face checkpoint",
-                field="update_info.is_checkpoint_format",
-            )
         type_names = [name.removeprefix("torch.") for name in self.dtype_names]
         if unknown := sorted(set(type_names) - set(dtypes)):
             raise RequestError(
