@@ -170,7 +170,6 @@ FIELDS: dict[str, str] = {
     "reset_external": "Drop the earlier outputs that are kept as drafts as well.",
     "init_info": "Options of the transfer backend.",
     "is_checkpoint_format": "Tensors have the checkpoint's names, whatever is said here.",
-    "lora_config": "The tensors are those of an adapter with this adapter_config.json.",
     "base_version": "The version that a delta changes.",
     "base_checksum": "The checksum of the weights that a delta changes.",
     "weight_version": "The name of the new weights.",

@@ -58,7 +58,7 @@ class PullWeights(msgspec.Struct, forbid_unknown_fields=True):
     pre_read_hook: str | None = None
 
 
-class StartUpdate(msgspec.Struct, forbid_unknown_fields=True):
+class StartSync(msgspec.Struct, forbid_unknown_fields=True):
     """Tensors have the checkpoint's names, whatever is said."""
 
     is_checkpoint_format: bool = True
@@ -97,7 +97,7 @@ async def _pull_weights(serving: Serving, args: PullWeights) -> None:
     await serving.llm.load_weights(args.source_dir, version)
 
 
-async def _start(serving: Serving, args: StartUpdate) -> None:
+async def _start(serving: Serving, args: StartSync) -> None:
     await serving.llm.start_weight_update()
 
 
@@ -119,7 +119,7 @@ METHODS: dict[str, Method] = {
     "update_weights": (UpdateWeights, _update_weights),
     "update_weights_nccl": (UpdateWeights, _update_weights),
     "pull_weights": (PullWeights, _pull_weights),
-    "skyrl_start_weight_update": (StartUpdate, _start),
+    "skyrl_start_weight_update": (StartSync, _start),
     "skyrl_finish_weight_update": (NoArguments, _finish),
     "skyrl_sleep_for_weight_sync": (SleepForSync, _sleep),
     "skyrl_wake_for_weight_sync": (WakeForSync, _wake),

@@ -30,7 +30,7 @@ class QueuedRequest(TypedDict):
     num_output_tokens: int
 
 
-class Queue(TypedDict):
+class LoadQueue(TypedDict):
     """The running or the waiting requests of an engine; each choice counts, and the oldest requests are named."""
 
     name: str
@@ -40,7 +40,7 @@ class Queue(TypedDict):
 
 class EngineQueues(TypedDict):
     data_parallel_rank: int
-    queues: list[Queue]
+    queues: list[LoadQueue]
 
 
 class ServerLoad(TypedDict):
@@ -86,8 +86,8 @@ async def _inflight(serving: Serving, limit: int) -> list[EngineQueues]:
             EngineQueues(
                 data_parallel_rank=report.rank,
                 queues=[
-                    Queue(name="running", num_requests=stats.running, requests=_named(running[:limit])),
-                    Queue(name="waiting", num_requests=stats.waiting, requests=_named(waiting[:limit])),
+                    LoadQueue(name="running", num_requests=stats.running, requests=_named(running[:limit])),
+                    LoadQueue(name="waiting", num_requests=stats.waiting, requests=_named(waiting[:limit])),
                 ],
             )
         )
