@@ -3,6 +3,8 @@ is sampled at a temperature (peer-suites-3 c)."""
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +44,24 @@ def full(server: Served) -> tuple[list[int], np.ndarray]:
 def by_client(server: Served, ids: list[int]) -> list[float]:
     with Client(server.url) as client:
         return client.score([ids, ids[:9], ids[:1]])[0].tolist()
+
+
+def npy(packed: str) -> list[Any]:
+    values: list[Any] = np.load(io.BytesIO(base64.b64decode(packed))).tolist()
+    return values
+
+
+def test_candidates_behind_a_cached_prefix_are_those_of_the_whole_row(
+    server: Served, full: tuple[list[int], np.ndarray]
+) -> None:
+    ids, start = full[0], len(PROMPT) - 1
+    sets = [[token, (7 * place) % 60, 1] for place, token in enumerate(ids[start + 1 :])]
+    named = {"max_tokens": 0, "prompt_logprob_token_ids": sets, "prompt_logprob_start": start}
+    replies = [good(server.post(GENERATE, {"token_ids": ids, "sampling_params": named})) for _ in range(2)]
+    rows = [npy(reply["prompt_token_id_logprobs"]) for reply in replies]
+    with Client(server.url) as client:
+        own = client.score([ids], [start + 1])[0].tolist()
+    assert rows[0] == rows[1] and [row[0] for row in rows[0]] == own == npy(replies[0]["prompt_token_logprobs"])
 
 
 def by_tokens(server: Served, ids: list[int]) -> list[float]:

@@ -20,6 +20,7 @@ from tokserve.client.form_defaults import FormDefaults
 from tokserve.client.request_state import ChoiceState, DeliveryRules, RequestState
 from tokserve.config import Config, LimitsConfig
 from tokserve.features.kv.transfer_check import check_transfer
+from tokserve.protocol.candidates import FIELD, Int32, candidate_rows
 from tokserve.protocol.messages import EngineRequest, Ready
 from tokserve.protocol.params import PoolingParams, RequestOptions, SamplingParams, check_ranges, wrap_seed
 from tokserve.protocol.prompt import TokenPrompt, pack_ids, without_content
@@ -76,7 +77,9 @@ class Inputs:
             # -1: some clients' null
             seed = secrets.randbits(63) if params.seed is None or params.seed == -1 else params.seed
             if params.n > 1:  # the prompt's logprobs are computed once
-                tasks += [msgspec.structs.replace(task, prompt_logprobs=None, prompt_logprobs_start=0)] * (params.n - 1)
+                unscored = {"prompt_logprobs": None, "prompt_logprobs_start": 0}
+                unscored |= {"prompt_logprob_token_ids": None, "prompt_logprob_start": 0}
+                tasks += [msgspec.structs.replace(task, **unscored)] * (params.n - 1)
             if params.stop_strings() and not options.stream:  # the text is searched as it comes
                 options = msgspec.structs.replace(options, stream=True)
         drafts = b"" if not options.draft_token_ids else pack_ids(options.draft_token_ids)
@@ -244,6 +247,18 @@ class Inputs:
                 "prompt_logprobs_start",
                 f"must be below the prompt's length {length}, got {params.prompt_logprobs_start}",
             )
+
+        if params.prompt_logprob_token_ids is not None:
+            self._check_candidates(candidate_rows(params.prompt_logprob_token_ids), params, length)
+
+    def _check_candidates(self, candidates: Int32, params: SamplingParams, length: int) -> None:
+        vocab, count = self.ready.vocab_size, max(0, length - 1 - params.prompt_logprob_start)
+        if candidates.ndim == 2 and len(candidates) != count:
+            what = f"must have {count} rows, one for each prompt token after prompt_logprob_start"
+            _refuse(FIELD, f"{what} ({params.prompt_logprob_start}), got {len(candidates)}")
+        if candidates.size and candidates.max() >= vocab:
+            index = np.argwhere(candidates >= vocab)[0].tolist()
+            _refuse_id(FIELD, FIELD + "".join(f"[{i}]" for i in index), int(candidates[tuple(index)]), vocab)
 
     def _check_text(self, params: SamplingParams, text: bool) -> None:
         stops = params.stop_strings()

@@ -181,8 +181,10 @@ class RequestOutput:
     """A prompt and its choices.
 
     `multi_modal_placeholders`: {"image": where the embeddings of each lie in `prompt_token_ids`}, or empty.  `metrics`:
-    of a request that is finished.  `lora_request`: as it was given.  `encoder_prompt` and the like of vLLM's are None:
-    there are no such models here.
+    of a request that is finished.  `lora_request`: as it was given.  With `prompt_logprob_token_ids`, by row:
+    `prompt_token_id_logprobs` [rows, K] of the candidates, `prompt_rest_logprobs` [rows] of all other ids together,
+    `prompt_token_logprobs` [rows] of the prompt's tokens.  `encoder_prompt` and the like of vLLM's are None: there are
+    no such models here.
     """
 
     request_id: str
@@ -196,6 +198,9 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     lora_request: LoRARequest | str | None = None
     multi_modal_placeholders: dict[str, list[Placeholder]] = field(default_factory=dict)
+    prompt_token_id_logprobs: NDArray[np.float32] | None = None
+    prompt_rest_logprobs: NDArray[np.float32] | None = None
+    prompt_token_logprobs: NDArray[np.float32] | None = None
 
 
 @dataclass
@@ -267,7 +272,11 @@ def request_output(
     texts = tokenizer.token_texts if tokenizer and params.detokenize else None
     prompt_rows = next((c.prompt_logprobs for c in done if c.prompt_logprobs is not None), None)
     prompt_logprobs = None
-    if prompt_rows is not None:
+    candidates: tuple[NDArray[np.float32], ...] = ()
+    if prompt_rows is not None and params.prompt_logprob_token_ids is not None:
+        rows = Logprobs.of(prompt_rows)
+        candidates = rows.top_logprobs[:, :-1].copy(), rows.top_logprobs[:, -1].copy(), rows.token_logprobs.copy()
+    elif prompt_rows is not None:
         prompt_logprobs = PromptLogprobs(stream.prompt_ids, prompt_rows, texts)
     cached = min((c.cached_tokens for c in done), default=0)  # all choices share one prompt
     finished = len(done) == stream.num_choices and all(c.finish_reason is not None for c in done)
@@ -285,6 +294,7 @@ def request_output(
         _metrics(stream, done) if finished else None,
         lora_request,
         {"image": images} if images else {},
+        *candidates,
     )
 
 

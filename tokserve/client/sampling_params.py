@@ -53,8 +53,6 @@ POSITIONS = (
 )
 # of vLLM's, but for these values: why there is no such thing here
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "prompt_logprob_token_ids": ((None,), "use prompt_logprobs, which gives the most probable ids"),
-    "prompt_logprob_start": ((None,), "use prompt_logprobs_start, which counts tokens of the prompt"),
     "trace_decode_token_ids": ((None,), "send the ids in the prompt, with prompt_logprobs, or use LLM.score_tokens"),
 }
 # the same of older versions: these are no fields
@@ -120,8 +118,6 @@ class SamplingParams(params.SamplingParams, frozen=False, kw_only=True, metaclas
     skip_clone: bool = False
     skip_reading_prefix_cache: bool | None = None
     watermarking: bool | None = None
-    prompt_logprob_token_ids: Any = None
-    prompt_logprob_start: int | None = None
     trace_decode_token_ids: list[int] | None = None
 
     @staticmethod

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tokserve.protocol.candidates import candidate_rows
 from tokserve.protocol.columns import (
     LOGPROBS,
     PROMPT_LOGPROBS,
@@ -94,6 +95,13 @@ def _width(top: int, vocab_size: int) -> int:
     return vocab_size if top < 0 else top
 
 
+def prompt_width(task: SamplingParams, vocab_size: int) -> int:
+    """The alternatives of a prompt token: the most probable ids, or the candidates and, as id -1, all other ids."""
+    if task.prompt_logprob_token_ids is not None:
+        return candidate_rows(task.prompt_logprob_token_ids).shape[-1] + 1
+    return _width(task.prompt_logprobs or 0, vocab_size)
+
+
 def asked_logprobs(task: Task, vocab_size: int, mode: str) -> RecordForm | None:
     """The records of new tokens that a task asks for; `mode`: the model's."""
     if not isinstance(task, SamplingParams):
@@ -109,7 +117,7 @@ def asked_prompt_logprobs(task: Task, vocab_size: int, mode: str) -> RecordForm 
     if not isinstance(task, SamplingParams) or task.prompt_logprobs is None:
         return None
     form = task.prompt_logprobs_mode or task.logprobs_mode or mode
-    return RecordForm(stride_of(_width(task.prompt_logprobs, vocab_size)), form)
+    return RecordForm(stride_of(prompt_width(task, vocab_size)), form)
 
 
 def _read_column(value: Any, num_tokens: int) -> Column:

@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from tokserve.base.errors import RequestError
 from tokserve.protocol import jsonschema
+from tokserve.protocol.candidates import Candidates, candidate_rows, pack_array
 from tokserve.protocol.ebnf import EbnfError, as_lark, is_ebnf
 from tokserve.protocol.kv_transfer import KVTransferParams
 from tokserve.protocol.reduced_schema import SchemaError, reduced, text_of
@@ -173,8 +174,6 @@ PARAMS_WITHOUT_EFFECT = (
 # ... or would, but for null and these values
 PARAMS_REFUSED: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
-    "prompt_logprob_token_ids": (),
-    "prompt_logprob_start": (),
     "trace_decode_token_ids": (),
     "truncate_prompt_tokens": (-1,),
     "best_of": (1,),
@@ -206,6 +205,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `prompt_logprobs`, scores the prompt, which may then fill the context.
     `logprobs` k returns the sampled token's logprob and the k most probable (-1: the whole
     vocabulary); `prompt_logprobs` the same for prompt tokens from `prompt_logprobs_start` on;
+    `prompt_logprob_token_ids` the logprobs of given ids, the same or others for each, at the positions that predict the
+    prompt's tokens after `prompt_logprob_start`, of all other ids together, and of the tokens;
     `logprob_token_ids` the logprobs of given ids at every generated position.  `routed_experts_prompt_start`: so
     many of the first tokens of the prompt are left out of the routed experts.  `return_sampling_mask` returns the
     ids that each token was drawn from; None is the server's default.  `prompt_logprobs_mode`: of the prompt's
@@ -238,6 +239,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: NumLogprobs | None = None
     prompt_logprobs: NumLogprobs | None = None
     prompt_logprobs_start: Count = 0
+    prompt_logprob_token_ids: Candidates | None = None
+    prompt_logprob_start: Count = 0
     routed_experts_prompt_start: Count = 0
     logprob_token_ids: Annotated[list[int], Meta(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)] | None = None
     logprobs_mode: LogprobsMode | None = None
@@ -256,6 +259,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether logprobs of the prompt's tokens are asked for, in either form."""
+        return self.prompt_logprobs is not None or self.prompt_logprob_token_ids is not None
+
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
@@ -270,6 +278,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             changes["thinking_token_budget"] = None
         if self.structured_outputs is not None:
             changes["structured_outputs"] = self.structured_outputs.plain()
+        if self.prompt_logprob_token_ids is not None:
+            rows = candidate_rows(self.prompt_logprob_token_ids)
+            changes |= {"prompt_logprobs": 0, "prompt_logprobs_start": self.prompt_logprob_start + 1}
+            changes["prompt_logprob_token_ids"] = pack_array(rows)
         for name in ("logprobs_mode", "prompt_logprobs_mode"):
             if (mode := getattr(self, name)) is not None:
                 changes[name] = VLLM_LOGPROBS_MODES.get(mode, mode)
@@ -289,16 +301,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def validate(self) -> None:
         """Raise `RequestError` with the field's name for a value out of its range."""
         check_ranges(type(self), msgspec.structs.asdict(self))
-        if self.max_tokens == 0 and self.prompt_logprobs is None:
+        if self.max_tokens == 0 and not self.scores_prompt:
             _refuse("max_tokens", "must be at least 1 (0 scores a prompt, with prompt_logprobs)")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse("min_tokens", f"must not be above max_tokens ({self.max_tokens}), got {self.min_tokens}")
+        self._validate_candidates()
         if self.repetition_detection is not None:
             self.repetition_detection.validate()
         if self.structured_outputs is not None:
             self.structured_outputs.validate()
         self._validate_ids()
         self._validate_text()
+
+    def _validate_candidates(self) -> None:
+        if self.prompt_logprob_token_ids is None:
+            return
+        for name, neutral in (("prompt_logprobs", None), ("prompt_logprobs_start", 0)):
+            if getattr(self, name) != neutral:
+                _refuse(name, "is not taken with prompt_logprob_token_ids, whose reply has the tokens' logprobs")
+        candidate_rows(self.prompt_logprob_token_ids)
 
     def _validate_ids(self) -> None:
         for name in ("stop_token_sequences", "bad_token_sequences"):

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve import ops
+from tokserve.protocol.candidates import NO_CANDIDATE, candidate_rows
 from tokserve.protocol.columns import LOGPROBS, ColumnRows
 from tokserve.protocol.logprobs import logprob_records
 from tokserve.protocol.params import LOGPROBS_MODES, LogprobsMode, SamplingParams
@@ -104,6 +105,7 @@ class Sampler:
         self._prompt_start: Int64 = np.zeros(max_num_seqs, np.int64)
         self._prompt_kind: Int64 = np.zeros(max_num_seqs, np.int64)  # as `_kind`
         self._with_prompt_k: set[int] = set()  # slots
+        self._candidates: dict[int, Int32] = {}  # by slot, of prompt tokens
         self._columns = Columns(max_num_seqs, min(max_mask, vocab_size))
 
     def assign(self, row: NewRow) -> None:
@@ -126,6 +128,8 @@ class Sampler:
             mode = params.prompt_logprobs_mode or params.logprobs_mode or self._mode
             self._prompt_kind[slot] = LOGPROBS_MODES.index(mode)
             self._with_prompt_k.add(slot)
+        if params.prompt_logprob_token_ids is not None:
+            self._candidates[slot] = candidate_rows(params.prompt_logprob_token_ids)
         self._columns.assign(row)
 
     def release(self, slot: int) -> None:
@@ -133,6 +137,7 @@ class Sampler:
         self._form[slot] = self._prompt_k[slot] = _NONE
         self._with_form.discard(slot)
         self._with_prompt_k.discard(slot)
+        self._candidates.pop(slot, None)
         self._columns.release(slot)
 
     def _top(self, k: int) -> int:
@@ -267,6 +272,28 @@ class Sampler:
         divisor = temperature if mode == "temperature" else None
         return ops.logprobs(processed if mode == "processed" else logits, token_ids, k, named, divisor)
 
+    def _candidate_logprobs(
+        self, kind: int, candidates: Int32, logits: Tensor, temperature: Tensor, token_ids: Tensor
+    ) -> Logprobs:
+        """As `_logprobs`, of the candidates [n, K] and, last, of all other ids together.  Changes the logits.
+
+        In place of NO_CANDIDATE another of the row is read, or id 0.
+        """
+        divisor = temperature if LOGPROBS_MODES[kind] == "temperature" else None
+        filled = np.where(candidates == NO_CANDIDATE, candidates.max(1, keepdims=True, initial=0), candidates)
+        ids = self._tensor(filled.astype(np.int64))
+        values = logits.gather(1, ids)
+        best = logits.scatter_(1, ids, -torch.inf).argmax(1, keepdim=True)  # of the others
+        is_left = logits.gather(1, best)[:, 0] > -torch.inf
+        logits.scatter_(1, ids, values)
+        token_logprobs, ranks, top_ids, top_logprobs = ops.logprobs(
+            logits, token_ids, 0, torch.cat([ids, best], 1), divisor
+        )
+        among_others = ops.logprobs(logits.scatter_(1, ids, -torch.inf), best[:, 0], 0, None, divisor)[0]
+        mass = (top_logprobs[:, -1] - among_others).clamp_(max=0.0)
+        top_logprobs[:, -1] = mass.where(is_left, -torch.inf)
+        return token_logprobs, ranks, top_ids, top_logprobs
+
     def scored_spans(self, slots: Int32, starts: Int32, counts: Int32) -> list[tuple[int, int, int]]:
         """(row, first, last): the prompt tokens first .. last - 1 to score, of those that the row's positions predict.
         Row i computes counts[i] positions from starts[i] on."""
@@ -293,10 +320,24 @@ class Sampler:
         if LOGPROBS_MODES[kind] == "processed":
             processed, legal = self._pipeline.run(logits, rows)
         temperature = self._tensor(self._slots.temperature[rows.slots])
-        columns = self._logprobs(kind, k, None, logits, processed, temperature, token_ids)
+        candidates = self._candidates.get(slot)
+        if candidates is None:
+            columns = self._logprobs(kind, k, None, logits, processed, temperature, token_ids)
+        else:
+            at = first - int(self._prompt_start[slot])
+            candidates = (
+                np.broadcast_to(candidates, (count, len(candidates)))
+                if candidates.ndim == 1
+                else candidates[at : at + count]
+            )
+            columns = self._candidate_logprobs(kind, candidates, processed, temperature, token_ids)
         arrays = self._device.fetch([*columns, *([] if legal is None else [legal])]).arrays()
         token_logprobs, ranks, top_ids, top_logprobs = arrays[:4]
         for allowed in arrays[4:]:  # elsewhere every id was forbidden
             token_logprobs[~allowed] = -np.inf
             top_logprobs[~allowed] = -np.inf
+        if candidates is not None:
+            top_ids[:, :-1], top_ids[:, -1] = candidates, NO_CANDIDATE
+            top_logprobs[:, :-1][candidates == NO_CANDIDATE] = -np.inf
+            top_logprobs[(candidates == NO_CANDIDATE).all(1), -1] = 0.0
         return logprob_records(token_logprobs, ranks, top_ids, top_logprobs)

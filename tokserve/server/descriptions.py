@@ -84,6 +84,8 @@ FIELDS: dict[str, str] = {
     "top_logprobs": "The number of most likely tokens whose logprobs are returned.",
     "prompt_logprobs": "Logprobs of the prompt's tokens, and of this many most likely ones.",
     "prompt_logprobs_start": "The first prompt position whose logprobs are returned.",
+    "prompt_logprob_token_ids": "Candidates: ids whose logprobs are returned, for all prompt positions or for each.",
+    "prompt_logprob_start": "The position before the first prompt token whose candidates are scored.",
     "logprob_token_ids": "Return the logprobs of these ids at each position.",
     "logprobs_mode": "raw, temperature (of logits / temperature) or processed (what is sampled from).",
     "prompt_logprobs_mode": "The kind of the prompt's logprobs; default: logprobs_mode.",

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tokserve.protocol.candidates import NO_CANDIDATE, candidate_rows
 from tokserve.protocol.columns import LOGPROBS, PROMPT_LOGPROBS, ColumnRows, Int32
 from tokserve.protocol.kv_spec import KVLayout, KVSpec
 from tokserve.protocol.logprobs import logprob_records
@@ -119,6 +120,15 @@ def _records(rows: Sequence[Row]) -> Int32:
     )
 
 
+def _candidates(task: SamplingParams, first: int, count: int) -> list[list[int]]:
+    """The ids that are scored beside the prompt tokens from `first` on: the candidates, and -1 for all others."""
+    if task.prompt_logprob_token_ids is None:
+        return [[]] * count
+    rows, at = candidate_rows(task.prompt_logprob_token_ids), first - task.prompt_logprobs_start
+    of_each = [rows] * count if rows.ndim == 1 else rows[at : at + count]
+    return [[*row.tolist(), NO_CANDIDATE] for row in of_each]
+
+
 class ScriptedModel:
     """The executor of a scripted model, for one step in flight at a time.  `choices`: by request id; added before the
     request is submitted.  Weight updates and adapters are accepted, and change nothing."""
@@ -188,8 +198,13 @@ class ScriptedModel:
                 first = max(start + 1, row.task.prompt_logprobs_start)
                 following = row.tokens[first : min(start + int(plan.num_tokens[index]) + 1, row.prompt_len)].tolist()
                 if following:
-                    width = self._width(row.task.prompt_logprobs)
-                    prompts[index] = _records([self.logprobs(token, DEFAULT_LOGPROB, width, ()) for token in following])
+                    width, named = self._width(row.task.prompt_logprobs), _candidates(row.task, first, len(following))
+                    prompts[index] = _records(
+                        [
+                            self.logprobs(token, DEFAULT_LOGPROB, width, ids)
+                            for token, ids in zip(following, named, strict=True)
+                        ]
+                    )
         result: Future[StepResult] = Future()
         result.set_result(
             StepResult(

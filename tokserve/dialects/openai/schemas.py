@@ -38,6 +38,8 @@ OTHER_FORM = (
     "detokenize",
     "logprobs",
     "prompt_logprobs",
+    "prompt_logprob_token_ids",
+    "prompt_logprob_start",
 )
 NOT_OF_RESPONSES = (
     "n",

@@ -30,6 +30,8 @@ REFUSED = (
     "stream",
     "echo",
     "prompt_logprobs",
+    "prompt_logprob_token_ids",
+    "prompt_logprob_start",
     "prediction",
     "draft_token_ids",
     "deadline_ms",

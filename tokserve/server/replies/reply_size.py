@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokserve.base.errors import RequestError
+from tokserve.protocol.logprobs import prompt_width
 from tokserve.protocol.params import SamplingParams
 
 OBJECT_BYTES = 96  # JSON of a token with its logprob, or of an alternative, as an object
@@ -35,6 +36,9 @@ def reply_bytes(
     total = 0
     longest = context if params.max_tokens is None else params.max_tokens
     for length in lengths:
+        if params.prompt_logprob_token_ids is not None:
+            rows = max(0, length - 1 - params.prompt_logprob_start)
+            total += rows * (1 + prompt_width(params, vocab_size)) * COLUMN_BYTES
         if params.prompt_logprobs is not None:
             rows = max(0, length - max(1, params.prompt_logprobs_start))
             total += repeats * rows * (1 + _width(params.prompt_logprobs, vocab_size)) * entry_bytes
@@ -68,7 +72,7 @@ def check(size: int, limit: int, params: SamplingParams) -> None:
     """Raise `RequestError` for a reply of more than `limit` bytes."""
     if size <= limit:
         return
-    names = ("return_sampling_mask", "prompt_logprobs", "logprobs")
+    names = ("return_sampling_mask", "prompt_logprobs", "prompt_logprob_token_ids", "logprobs")
     at_fault = [name for name in names if getattr(params, name) not in (None, False)]
     raise RequestError(
         f"the reply may have {size >> 20} MiB, above the limit of {limit >> 20} (--max-reply-bytes): request fewer "

@@ -39,6 +39,7 @@ from tokserve.server.http.body import decode, encode_json, is_msgpack, malformed
 from tokserve.server.http.body_reader import free_at_end
 from tokserve.server.http.workers import off_loop
 from tokserve.server.replies import fields, logprobs, reply_size, sse
+from tokserve.server.replies.candidates import CandidateFields, write_candidates
 from tokserve.server.replies.fields import ColumnFields
 from tokserve.server.replies.messages import MessageReader, message_reader
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, prompt_versions, versions
@@ -139,7 +140,7 @@ class PlaceholderRange(msgspec.Struct):
     length: int
 
 
-class GenerateReply(msgspec.Struct):
+class GenerateReply(CandidateFields):
     """The whole reply."""
 
     request_id: str
@@ -158,7 +159,7 @@ class GenerateReply(msgspec.Struct):
     object: str = "inference.generate"
 
 
-class GenerateChunk(msgspec.Struct):
+class GenerateChunk(CandidateFields):
     """An event of a stream; the first has the fields after `usage`."""
 
     request_id: str
@@ -376,7 +377,8 @@ class _Render:
         self._form: fields.Form = "lists" if self._format == "objects" else self._format
         if packed:
             self._form = "packed"
-        self._scores_due = params.prompt_logprobs is not None
+        self._scores_due = params.scores_prompt
+        self._candidates = params.prompt_logprob_token_ids is not None
 
     def _choice(self, c: ChoiceOutput, parts: DeferredParts | None = None, *, is_delta: bool = False) -> GenerateChoice:
         choice = GenerateChoice(
@@ -427,11 +429,11 @@ class _Render:
 
     def reply(self, completions: list[ChoiceOutput], parts: DeferredParts | None = None) -> GenerateReply:
         generation = self._generation
-        scores = None
+        scores, columns = None, None
         if self._scores_due:
             columns = next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None)
-            scores = self._prompt_logprobs(columns, parts)
-        return GenerateReply(
+            scores = None if self._candidates else self._prompt_logprobs(columns, parts)
+        reply = GenerateReply(
             request_id=self._id,
             id=self._id,
             created=int(time.time()),
@@ -446,6 +448,9 @@ class _Render:
             exact=bool(self._serving.llm.ready.facts.get("exact", True)),
             metrics=generation.metrics(sources=True),
         )
+        if self._candidates:
+            write_candidates(reply, columns)
+        return reply
 
     def delta(self, delta: ChoiceOutput) -> bytes:
         changes = self._first or self._continuous or self._scores_due or self._messages is not None
@@ -496,7 +501,10 @@ class _Render:
             chunk.kv_transfer_params = delta.values["kv_transfer"]
         if self._scores_due and (delta.prompt_logprobs or self._generation.ended):
             self._scores_due = False
-            chunk.prompt_logprobs = self._prompt_logprobs(delta.prompt_logprobs)
+            if self._candidates:
+                write_candidates(chunk, delta.prompt_logprobs)
+            else:
+                chunk.prompt_logprobs = self._prompt_logprobs(delta.prompt_logprobs)
         return sse.event(encode_json(chunk))
 
     def tail(self) -> bytes:
