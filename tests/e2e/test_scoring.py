@@ -60,8 +60,32 @@ def test_candidates_behind_a_cached_prefix_are_those_of_the_whole_row(
     replies = [good(server.post(GENERATE, {"token_ids": ids, "sampling_params": named})) for _ in range(2)]
     rows = [npy(reply["prompt_token_id_logprobs"]) for reply in replies]
     with Client(server.url) as client:
-        own = client.score([ids], [start + 1])[0].tolist()
-    assert rows[0] == rows[1] and [row[0] for row in rows[0]] == own == npy(replies[0]["prompt_token_logprobs"])
+        scored = client.score([ids], [start + 1])[0].tolist()
+    assert rows[0] == rows[1] and [row[0] for row in rows[0]] == scored == npy(replies[0]["prompt_token_logprobs"])
+
+
+def test_the_clients_score_candidates(server: Served, full: tuple[list[int], np.ndarray]) -> None:
+    ids, start = full[0], len(PROMPT)
+    array = np.array([[token, 3, 5] for token in ids[start:]])
+    ragged = [[token] * (place % 2) for place, token in enumerate(ids[1:9])]
+    with Client(server.url) as client:
+        scored = client.score([ids])[0]
+        first, second, last = client.score_candidates([ids, ids[:9], ids], [array, ragged, []], [start, 1, len(ids)])
+    assert first.logprobs[:, 0].tolist() == first.token_logprobs.tolist() == scored[start - 1 :].tolist()
+    total = np.logaddexp(np.logaddexp.reduce(first.logprobs, axis=1), first.rest)
+    assert first.ids.tolist() == array.tolist() and np.abs(total).max() < 1e-5
+    assert second.logprobs.shape == (8, 1) and second.rest[0] == 0.0 and second.logprobs[0] == -np.inf
+    assert second.logprobs[1::2, 0].tolist() == scored[1:8:2].tolist()
+    assert last.logprobs.size == last.rest.size == 0
+
+
+def test_the_client_checks_candidates(server: Served) -> None:
+    with Client(server.url) as client:
+        for rows in ([[1]], [[1], [2], [-2]], np.ones((3, 2)), [1, 2, 3]):
+            with pytest.raises((ValueError, TypeError)):
+                client.score_candidates([PROMPT], [rows])
+        with pytest.raises(ValueError, match="candidates for 0"):
+            client.score_candidates([PROMPT], [])
 
 
 def by_tokens(server: Served, ids: list[int]) -> list[float]:

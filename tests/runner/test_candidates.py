@@ -42,8 +42,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Loaded]:
 def scored(loaded: Loaded, chunk: int = 1 << 30, others: int = 0, **params: Any) -> dict[int, Row]:
     """The rows of the prompt's tokens."""
     task = SamplingParams(max_tokens=1, **params).for_engine()
-    company = [Job(prompt(33 + i, i), SamplingParams(max_tokens=4, prompt_logprobs=i), i) for i in range(others)]
-    return Driver(*loaded, seed=others).run([Job(IDS, task), *company], chunk=chunk)[0].prompt_rows
+    neighbours = [Job(prompt(33 + i, i), SamplingParams(max_tokens=4, prompt_logprobs=i), i) for i in range(others)]
+    return Driver(*loaded, seed=others).run([Job(IDS, task), *neighbours], chunk=chunk)[0].prompt_rows
 
 
 def sets_of(seed: int, most: int) -> list[list[int]]:
@@ -57,15 +57,15 @@ def sets_of(seed: int, most: int) -> list[list[int]]:
 def test_candidates_have_the_logprobs_of_the_whole_row(
     loaded: Callable[[str], Loaded], dtype: str, mode: dict[str, Any]
 ) -> None:
-    whole = scored(loaded(dtype), prompt_logprobs=-1, prompt_logprobs_start=START + 1, **mode)
+    full_rows = scored(loaded(dtype), prompt_logprobs=-1, prompt_logprobs_start=START + 1, **mode)
     sets = sets_of(1, 20)
     width = max(map(len, sets))
     result = scored(loaded(dtype), prompt_logprob_token_ids=sets, prompt_logprob_start=START, **mode)
     assert list(result) == list(range(START + 1, len(IDS)))
     for row, (place, (logprob, rank, ids, values)) in zip(sets, result.items(), strict=True):
-        full = dict(zip(whole[place][2], whole[place][3], strict=True))
+        full = dict(zip(full_rows[place][2], full_rows[place][3], strict=True))
         empty = width - len(row)
-        assert (logprob, rank) == whole[place][:2]
+        assert (logprob, rank) == full_rows[place][:2]
         assert ids == row + [NO_CANDIDATE] * (empty + 1)
         assert values[:-1] == [full[token] for token in row] + [-np.inf] * empty
         others = [value for token, value in full.items() if token not in row]
@@ -73,7 +73,7 @@ def test_candidates_have_the_logprobs_of_the_whole_row(
         assert row or values[-1] == 0.0
 
 
-def test_chunks_and_company_change_no_bit(loaded: Callable[[str], Loaded], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_and_neighbours_change_no_bit(loaded: Callable[[str], Loaded], monkeypatch: pytest.MonkeyPatch) -> None:
     params: dict[str, Any] = {"prompt_logprob_token_ids": sets_of(2, 9), "prompt_logprob_start": START}
     expected = scored(loaded("bfloat16"), **params)
     assert [scored(loaded("bfloat16"), chunk, others, **params) for chunk, others in ((16, 0), (5, 4), (1, 7))] == [

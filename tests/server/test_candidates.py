@@ -27,9 +27,9 @@ def npy(packed: str | bytes) -> Any:
 
 def test_a_matrix_of_the_candidates_and_a_column_of_the_rest() -> None:
     reply = generate(site(), PROMPT, prompt_logprob_token_ids=[[8, 3], [9], []], prompt_logprob_start=1)
-    scores, rest, own = (npy(reply[name]) for name in FIELDS)
-    assert scores.shape == (3, 2) and rest.shape == own.shape == (3,)
-    assert {array.dtype.str for array in (scores, rest, own)} == {"<f4"}
+    scores, rest, tokens = (npy(reply[name]) for name in FIELDS)
+    assert scores.shape == (3, 2) and rest.shape == tokens.shape == (3,)
+    assert {array.dtype.str for array in (scores, rest, tokens)} == {"<f4"}
     assert reply["prompt_logprobs"] is None and len(reply["choices"][0]["token_ids"]) == 4
 
 
@@ -52,11 +52,11 @@ def test_every_form_has_the_same_reply() -> None:
 
 def test_the_first_event_of_a_stream_has_the_arrays() -> None:
     s = site()
-    whole = generate(s, PROMPT, prompt_logprob_token_ids=[8, 3])
+    reply = generate(s, PROMPT, prompt_logprob_token_ids=[8, 3])
     response = s.post(GENERATE, body(PROMPT, prompt_logprob_token_ids=[8, 3]) | {"stream": True})
     lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
     events = [json.loads(line) for line in lines]
-    assert [events[0][name] for name in FIELDS] == [whole[name] for name in FIELDS]
+    assert [events[0][name] for name in FIELDS] == [reply[name] for name in FIELDS]
     assert not any(name in event for event in events[1:] for name in FIELDS)
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         WeightsError,
     )
     from .push import PushResult
-    from .rollouts import Rollout, RolloutDelta, TokenColumns, sticky_seeds
+    from .rollouts import CandidateScores, Rollout, RolloutDelta, TokenColumns, sticky_seeds
     from .sessions import SessionSequence, SessionTree, SessionTurn
 
 _HOMES = {
@@ -47,13 +47,14 @@ _HOMES = {
         "WeightsError",
     ),
     "push": ("PushResult",),
-    "rollouts": ("Rollout", "RolloutDelta", "TokenColumns", "sticky_seeds"),
+    "rollouts": ("CandidateScores", "Rollout", "RolloutDelta", "TokenColumns", "sticky_seeds"),
     "sessions": ("SessionSequence", "SessionTree", "SessionTurn"),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "AdapterPushResult",
     "AsyncClient",
+    "CandidateScores",
     "Client",
     "ClientClosed",
     "PromptsFailed",

@@ -77,6 +77,7 @@ class Client:
     wait_ready = _blocking(AsyncClient.wait_ready)
     generate = _blocking(AsyncClient.generate)
     score = _blocking(AsyncClient.score)
+    score_candidates = _blocking(AsyncClient.score_candidates)
     abort = _blocking(AsyncClient.abort)
     state = _blocking(AsyncClient.state)
     config = _blocking(AsyncClient.config)

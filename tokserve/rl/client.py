@@ -25,14 +25,18 @@ from .errors import PromptsFailed, ServerError, TorchMissing
 from .plain import integers, plain
 from .pools import NOT_SENT
 from .rollouts import (
+    CandidateScores,
     Floats,
     Ids,
     Rollout,
     RolloutDelta,
     aborted_delta,
     aborted_rollout,
+    candidate_ids,
     floats,
+    pack_npy,
     prompt_ids,
+    read_candidates,
     read_delta,
     read_rollout,
     sticky_seeds,
@@ -256,13 +260,7 @@ class AsyncClient:
         as in its rollout, to the bit.  A sequence may fill the context.  Raises PromptsFailed as `generate`
         does.
         """
-        firsts = [1] * len(sequences) if starts is None else integers(starts, "starts")
-        if len(firsts) != len(sequences):
-            raise ValueError(f"there are {len(sequences)} sequences and {len(firsts)} starts")
-        for number, (first, sequence) in enumerate(zip(firsts, sequences, strict=True)):
-            if not 1 <= first <= len(sequence):
-                raise ValueError(f"starts[{number}] must be from 1 to {len(sequence)}, got {first}")
-        checked = [prompt_ids(number, sequence, "sequences") for number, sequence in enumerate(sequences)]
+        checked, firsts = _to_score(sequences, starts)
         options = {"model": model, "cache_salt": cache_salt}
         calls = [self._scores(ids, first, sampling, options) for ids, first in zip(checked, firsts, strict=True)]
         scores, failures = await _together(calls)
@@ -275,6 +273,48 @@ class AsyncClient:
         params = {**sampling, "max_tokens": 0, "prompt_logprobs": 0, "prompt_logprobs_start": first}
         reply = await self._generated(ids, params, options)
         return floats(reply["prompt_logprobs"]["token_logprobs"])
+
+    async def score_candidates(
+        self,
+        /,
+        sequences: Sequence[Sequence[int]],
+        candidates: Sequence[Any],
+        starts: Sequence[int] | None = None,
+        *,
+        model: str | None = None,
+        cache_salt: str | None = None,
+        **sampling: Any,
+    ) -> list[CandidateScores]:
+        """A teacher's logprobs of other ids in the place of each token of a sequence from position `starts[i]` on.
+
+        `candidates[i]`: for each of these tokens the ids: an array [len(sequence) - start, K], or lists of ids.
+        Otherwise as `score`.
+        """
+        checked, firsts = _to_score(sequences, starts)
+        if len(candidates) != len(sequences):
+            raise ValueError(f"there are {len(sequences)} sequences and candidates for {len(candidates)}")
+        sets = [
+            candidate_ids(number, rows, len(ids) - first)
+            for number, (rows, ids, first) in enumerate(zip(candidates, checked, firsts, strict=True))
+        ]
+        options = {"model": model, "cache_salt": cache_salt}
+        calls = [
+            self._candidate_scores(ids, first, rows, sampling, options)
+            for ids, first, rows in zip(checked, firsts, sets, strict=True)
+        ]
+        scores, failures = await _together(calls)
+        _check_all(scores, failures, len(sequences))
+        return [row for row in scores if row is not None]
+
+    async def _candidate_scores(
+        self, ids: Ids, first: int, rows: Ids, sampling: dict[str, Any], options: dict[str, Any]
+    ) -> CandidateScores:
+        if first == len(ids):
+            none = floats(b"")
+            return CandidateScores(rows, none.reshape(rows.shape), none, none)
+        named = {"prompt_logprob_token_ids": pack_npy(rows), "prompt_logprob_start": first - 1}
+        reply = await self._generated(ids, {**sampling, "max_tokens": 0, **named}, options)
+        return read_candidates(rows, reply)
 
     async def abort(self, group_id: str | None = None, *, request_ids: Sequence[str] | None = None) -> int:
         """Abort the requests of a group, or those with these ids; returns how many there were.  Their callers get the
@@ -582,6 +622,17 @@ def _torch_module(name: str) -> Any:
         if error.name != "torch":
             raise
         raise TorchMissing("weights are torch tensors, and torch is not installed", name="torch") from None
+
+
+def _to_score(sequences: Sequence[Sequence[int]], starts: Sequence[int] | None) -> tuple[list[Ids], list[int]]:
+    """The sequences, and the first position of each that is scored.  Raises ValueError."""
+    firsts = [1] * len(sequences) if starts is None else integers(starts, "starts")
+    if len(firsts) != len(sequences):
+        raise ValueError(f"there are {len(sequences)} sequences and {len(firsts)} starts")
+    for number, (first, sequence) in enumerate(zip(firsts, sequences, strict=True)):
+        if not 1 <= first <= len(sequence):
+            raise ValueError(f"starts[{number}] must be from 1 to {len(sequence)}, got {first}")
+    return [prompt_ids(number, sequence, "sequences") for number, sequence in enumerate(sequences)], firsts
 
 
 async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> tuple[list[T | None], dict[int, ServerError]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,6 +76,20 @@ class Rollout:
 
 
 @dataclass(slots=True)
+class CandidateScores:
+    """Logprobs at the positions of one sequence, with a row for each scored token.
+
+    `ids` int32 [rows, K]: the candidates, -1 for none.  `logprobs` [rows, K]: theirs, -inf for none.  `rest` [rows]: of
+    all other ids together.  `token_logprobs` [rows]: of the sequence's own tokens.
+    """
+
+    ids: Ids
+    logprobs: Floats
+    rest: Floats
+    token_logprobs: Floats
+
+
+@dataclass(slots=True)
 class RolloutDelta:
     """Tokens of a choice since its last delta, which may be none.  `finish_reason` and `weight_versions` (of the whole
     output) come with the choice's last one."""
@@ -93,6 +108,33 @@ def prompt_ids(number: int, prompt: Sequence[int], name: str = "prompts") -> Ids
     if ids.size and (ids.min() < INT32.min or ids.max() > INT32.max):
         raise ValueError(f"{name}[{number}] holds an id that does not fit in 32 bits")
     return ids.astype("<i4")
+
+
+def candidate_ids(number: int, candidates: Any, count: int) -> Ids:
+    """A set of candidates for each of `count` rows, [rows, K], of lists that may differ in length or an array; -1 is
+    none.  Raises ValueError."""
+    rows = array(candidates) if hasattr(candidates, "shape") else None
+    if rows is None:
+        width = max((len(row) for row in candidates), default=0)
+        rows = np.array([[*row, *[-1] * (width - len(row))] for row in candidates]).reshape(len(candidates), width)
+    if rows.ndim != 2 or len(rows) != count or (rows.size and rows.dtype.kind not in "iu"):
+        raise ValueError(f"candidates[{number}] must be {count} rows of ids, one for each scored token")
+    if rows.size and (rows.min() < -1 or rows.max() > INT32.max):
+        raise ValueError(f"candidates[{number}] must hold ids, or -1 for none")
+    return rows.astype("<i4")
+
+
+def pack_npy(values: NDArray[Any]) -> bytes:
+    """The bytes of an `.npy` file."""
+    file = io.BytesIO()
+    np.save(file, values, allow_pickle=False)
+    return file.getvalue()
+
+
+def read_candidates(ids: Ids, reply: Mapping[str, Any]) -> CandidateScores:
+    """The scores of a whole reply."""
+    names = ("prompt_token_id_logprobs", "prompt_rest_logprobs", "prompt_token_logprobs")
+    return CandidateScores(ids, *(np.load(io.BytesIO(reply[name]), allow_pickle=False) for name in names))
 
 
 def aborted_rollout(number: int, index: int, prompt: Ids, *, masks: bool = False) -> Rollout:

@@ -275,7 +275,7 @@ class Sampler:
     def _candidate_logprobs(
         self, kind: int, candidates: Int32, logits: Tensor, temperature: Tensor, token_ids: Tensor
     ) -> Logprobs:
-        """As `_logprobs`, of the candidates [n, K] and, last, of all other ids together.  Changes the logits.
+        """Logprobs whose alternatives are the candidates [n, K] and, last, all other ids together.  Changes the logits.
 
         In place of NO_CANDIDATE another of the row is read, or id 0.
         """

@@ -191,20 +191,7 @@ class ScriptedModel:
             slot.num_output += 1
         if (status == WITHHELD).all():
             time.sleep(IDLE_SECONDS)
-        prompts = {}
-        for index, (slot_number, _) in enumerate(rows):
-            row, start = self._slots[slot_number].row, int(plan.num_computed[index])
-            if isinstance(row.task, SamplingParams) and row.task.prompt_logprobs is not None:
-                first = max(start + 1, row.task.prompt_logprobs_start)
-                following = row.tokens[first : min(start + int(plan.num_tokens[index]) + 1, row.prompt_len)].tolist()
-                if following:
-                    width, named = self._width(row.task.prompt_logprobs), _candidates(row.task, first, len(following))
-                    prompts[index] = _records(
-                        [
-                            self.logprobs(token, DEFAULT_LOGPROB, width, ids)
-                            for token, ids in zip(following, named, strict=True)
-                        ]
-                    )
+        prompts = self._prompt_records(plan, [slot for slot, _ in rows])
         result: Future[StepResult] = Future()
         result.set_result(
             StepResult(
@@ -217,6 +204,22 @@ class ScriptedModel:
             )
         )
         return result
+
+    def _prompt_records(self, plan: StepPlan, slots: list[int]) -> dict[int, Int32]:
+        """The records of the prompt tokens that the plan's rows predict, by row."""
+        records = {}
+        for index, slot in enumerate(slots):
+            row, start = self._slots[slot].row, int(plan.num_computed[index])
+            task = row.task
+            if not isinstance(task, SamplingParams) or task.prompt_logprobs is None:
+                continue
+            first = max(start + 1, task.prompt_logprobs_start)
+            following = row.tokens[first : min(start + int(plan.num_tokens[index]) + 1, row.prompt_len)].tolist()
+            if following:
+                width = self._width(task.prompt_logprobs)
+                pairs = zip(following, _candidates(task, first, len(following)), strict=True)
+                records[index] = _records([self.logprobs(token, DEFAULT_LOGPROB, width, ids) for token, ids in pairs])
+        return records
 
     def _token(self, slot: ScriptedSlot) -> tuple[int, float]:
         """The next token's id and logprob."""
