@@ -248,6 +248,12 @@ def test_a_reply_without_optional_fields_is_derendered() -> None:
         assert usage["prompt_tokens"] == 4 and usage["prompt_tokens_details"] == {"cached_tokens": cached}
 
 
+def test_what_derender_has_no_use_for_is_passed_on() -> None:
+    passed = {"kv_transfer_params": {"remote": 3}, "metrics": {"time_to_first_token_ms": 0.5}}
+    shown = derendered(reply(ids("ab"), finish_reason="length") | passed)
+    assert {name: shown[name] for name in passed} == passed
+
+
 def test_echo_takes_the_prompt_from_the_reply() -> None:
     generated = reply(ids("ab"), finish_reason="length") | {"prompt_token_ids": ids("xy")}
     body = {"generate_responses": [generated], "completion_request": {"echo": True}}
@@ -299,7 +305,7 @@ EMPTY = {"shape": [1, 0], "token_logprobs": "", "ranks": "", "top_token_ids": ""
         ({"generate_response": 5}, "generate_response"),
         ({"generate_response": {"choices": []}}, "generate_response.choices"),
         ({"generate_response": {}}, "generate_response.choices"),
-        ({"generate_response": reply([5]), "stream": True}, "stream"),
+        ({"generate_response": reply([5]), "stream": True}, "generate_response"),
         ({"generate_response": reply([5]), "model": "other"}, "model"),
         ({"generate_response": reply([VOCAB])}, "generate_response.choices[0].token_ids[0]"),
         ({"generate_response": reply([5, -1])}, "generate_response.choices[0].token_ids[1]"),

@@ -460,12 +460,7 @@ class ChatRenderer:
         events = b""
         if delta.index not in self._begun:
             events += self._role(delta)
-        if self.reader is None:
-            added = Delta(content=delta.text or "")
-        else:
-            read = self.reader.read(delta)
-            thought = self.reasoning(read, delta.index, is_last=delta.finish_reason is not None)
-            added = Delta(UNSET, read.content or UNSET, thought, thought, read.calls or UNSET)
+        added = self._added(delta)
         by_token = self._ids or self._columns or delta.logprobs
         choice = None
         if added.content or added.reasoning or added.tool_calls or (delta.token_ids and by_token):
@@ -480,6 +475,37 @@ class ChatRenderer:
             choice = choice if choice is not None and self._continuous else ChunkChoice(delta.index, Delta())
             events += sse.event(encode_json(self._last_chunk(choice, delta)))
         return events
+
+    def _added(self, delta: ChoiceOutput) -> Delta:
+        if self.reader is None:
+            return Delta(content=delta.text or "")
+        read = self.reader.read(delta)
+        thought = self.reasoning(read, delta.index, is_last=delta.finish_reason is not None)
+        return Delta(UNSET, read.content or UNSET, thought, thought, read.calls or UNSET)
+
+    def skip(self, delta: ChoiceOutput) -> None:
+        """Read a delta that was shown already."""
+        self._begun.add(delta.index)
+        self._added(delta)
+
+    def empty_chunk(self) -> ChatChunk:
+        """A chunk without choices."""
+        return ChatChunk(self._id, self._created, self._model, [])
+
+    def joined_chunk(self, delta: ChoiceOutput) -> ChatChunk:
+        """One chunk with all that the events of a delta have: the role before a choice's first, and its end."""
+        is_first = delta.index not in self._begun
+        self._begun.add(delta.index)
+        added = self._added(delta)
+        if is_first:
+            added.role = "assistant"
+        choice = ChunkChoice(delta.index, added, self._logprobs(delta))
+        if self._ids:
+            choice.token_ids = delta.token_ids
+        chunk = self._chunk(choice) if delta.finish_reason is None else self._last_chunk(choice, delta)
+        if is_first and self._ids:
+            chunk.prompt_token_ids = self.generation.prompt_ids()
+        return chunk
 
     def _last_chunk(self, choice: ChunkChoice, delta: ChoiceOutput) -> ChatChunk:
         """The chunk with a choice's end."""

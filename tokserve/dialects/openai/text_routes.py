@@ -51,7 +51,7 @@ ENDPOINTS = (
         derender.derender_chat,
         derender.DerenderChatBody,
         text=True,
-        reply=chat.ChatReply,
+        reply=(chat.ChatReply, derender.DerenderedChunk),
         raises=PROMPT,
     ),
     Endpoint(
