@@ -230,8 +230,7 @@ def test_an_adapter_trained_here_and_served_there(dtype: str, tmp_path: Path) ->
         optimizer = torch.optim.AdamW(trained, lr=2e-2)
         seen = []
         for step in range(3):
-            policy.save_adapter(tmp_path / str(step))
-            in_client(server, lambda c, at=str(tmp_path / str(step)): c.load_lora_adapter("policy", at))
+            in_client(server, lambda c, at=str(step): c.push_adapter(policy, "policy", at, delta=True))
             rollouts = groups(server, model="policy", temperature=0.9, logprobs_mode="temperature")
             assert_equal(policy, rollouts, temperature=0.9, logprobs_mode="temperature")
             with policy.adapter_disabled():
