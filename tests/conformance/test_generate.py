@@ -167,7 +167,7 @@ def test_what_vllm_rendered_is_generated(api: Api) -> None:
     assert api.ok(GENERATE, RENDERED_BY_VLLM | {"token_offsets": offsets, "reasoning_ended": False})["choices"]
 
 
-@pytest.mark.parametrize("name", ["guided_decoding", "trace_decode_token_ids"])
+@pytest.mark.parametrize("name", ["guided_decoding", "logits_processors"])
 def test_what_is_not_implemented_is_refused_by_name(api: Api, name: str) -> None:
     body = {"token_ids": PROMPT, "sampling_params": {name: {}}}
     assert api.refused(api.post(GENERATE, body), 400, f"sampling_params.{name}")["code"] == "unsupported"

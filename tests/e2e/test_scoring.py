@@ -88,6 +88,18 @@ def test_the_client_checks_candidates(server: Served) -> None:
             client.score_candidates([PROMPT], [])
 
 
+def test_a_forced_output_has_the_logprobs_of_its_sampling(server: Served, full: tuple[list[int], np.ndarray]) -> None:
+    ids, logprobs = full
+    output = ids[len(PROMPT) :]
+    with Client(server.url) as client:
+        forced, shorter = client.generate([PROMPT], trace_decode_token_ids=output, seeds=[4]) + client.generate(
+            [PROMPT], trace_decode_token_ids=output, max_tokens=3
+        )
+    assert forced.token_ids.tolist() == output and forced.logprobs.tolist() == logprobs.tolist()
+    assert forced.finish_reason == shorter.finish_reason == "length"
+    assert shorter.token_ids.tolist() == output[:3]
+
+
 def by_tokens(server: Served, ids: list[int]) -> list[float]:
     params = {"max_tokens": 0, "prompt_logprobs": 0}
     sent = {"token_ids": ids, "sampling_params": params, "logprobs_format": "arrays"}

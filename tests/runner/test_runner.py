@@ -151,6 +151,21 @@ def test_scoring_gives_the_logprobs_of_decoding(loaded: Callable[..., Loaded], d
         assert len(scored) == 40
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_forced_tokens_have_the_logprobs_of_scoring(loaded: Callable[..., Loaded], dtype: str) -> None:
+    runner, facts = loaded(dtype)
+    ids = prompt(45, 5)
+    for options in ({"temperature": 0.0}, {"temperature": 1.3, "top_k": 2, "bad_token_ids": ids[30:40]}):
+        shared = {"logprobs_mode": "temperature"} | options
+        trace = SamplingParams(trace_decode_token_ids=ids[21:], logprobs=3, stop_token_ids=ids[21:], **shared)
+        jobs_of_all = [Job(ids[:21], trace.for_engine(), 3), *jobs()]
+        forced, *others = Driver(runner, facts).run(jobs_of_all)
+        scoring = SamplingParams(max_tokens=1, prompt_logprobs=3, prompt_logprobs_start=21, **shared)
+        scored = Driver(runner, facts, seed=1).run([Job(ids, scoring)], chunk=17)[0].prompt_rows
+        assert forced.output == ids[21:] and forced.rows == [scored[21 + i] for i in range(24)]
+        assert outcomes(others) == outcomes(Driver(runner, facts).run(jobs()))
+
+
 def test_prompt_logprobs_of_a_chunked_prompt_are_those_of_the_whole(loaded: Callable[..., Loaded]) -> None:
     runner, facts = loaded("bfloat16")
     for options in ({}, {"repetition_penalty": 1.5, "logprobs_mode": "processed"}, {"prompt_logprobs_start": 31}):

@@ -29,7 +29,7 @@ KINDS: list[dict[str, Any]] = [
     {"min_tokens": 12, "logprobs": 0},
     {"prompt_logprobs": 1, "temperature": 0.7},
     {"prompt_logprobs": 0, "prompt_logprobs_start": 5, "prompt_logprob_token_ids": [3, 5, 9], "logprobs": 0},
-    {"top_k": 20, "logprobs": 2},
+    {"top_k": 20, "logprobs": 2, "trace_decode_token_ids": list(range(60))},
     {"bad_token_sequences": [[3, 4], [7]], "logprobs": 1},
     {"frequency_penalty": 1.0, "max_tokens": 3},
 ]

@@ -99,3 +99,23 @@ def test_an_array_that_claims_more_than_it_has_is_refused_before_memory_is_taken
         params = {"prompt_logprob_token_ids": base64.b64encode(form).decode()}
         response = site().post(GENERATE, body(PROMPT, **params))
         assert response.status_code == 400 and response.json()["error"]["param"] == NAME
+
+
+def test_what_a_forced_output_excludes_is_refused() -> None:
+    refused = [
+        ({"trace_decode_token_ids": [3, 10**6]}, "trace_decode_token_ids[1]"),
+        ({"trace_decode_token_ids": []}, "trace_decode_token_ids"),
+        ({"trace_decode_token_ids": [3] * 10**4}, "trace_decode_token_ids"),
+        ({"trace_decode_token_ids": [3], "n": 2}, "n"),
+        ({"trace_decode_token_ids": [3], "stop": "a"}, "stop"),
+        ({"trace_decode_token_ids": [3], "bad_words": ["a"]}, "bad_words"),
+        ({"trace_decode_token_ids": [3], "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        (
+            {"trace_decode_token_ids": [3], "repetition_detection": {"max_pattern_size": 2, "min_count": 2}},
+            "repetition_detection",
+        ),
+    ]
+    for params, field in refused:
+        response = site().post(GENERATE, body(PROMPT, **params))
+        error = response.json()["error"]
+        assert response.status_code == 400 and error["param"] == f"sampling_params.{field}", error

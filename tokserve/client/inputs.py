@@ -131,6 +131,7 @@ class Inputs:
         check_lists(params, self._limits, self.ready.vocab_size)
         length = self._check_prompt(request.prompt.ids, outputs=int(params.max_tokens != 0))
         params.validate()
+        self._check_trace(params, length)
         self._check_vocabulary(params)
         self._check_logprobs(params, length)
         self._check_text(params, request.text)
@@ -193,7 +194,13 @@ class Inputs:
         _refuse_id("token_ids", f"token_ids[{index}]", token, self.ready.vocab_size)
 
     def _check_vocabulary(self, params: SamplingParams) -> None:
-        for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids", "logprob_token_ids"):
+        for name in (
+            "stop_token_ids",
+            "allowed_token_ids",
+            "bad_token_ids",
+            "logprob_token_ids",
+            "trace_decode_token_ids",
+        ):
             self._check_ids(name, getattr(params, name) or ())
         for name in ("stop_token_sequences", "bad_token_sequences"):
             for i, sequence in enumerate(getattr(params, name)):
@@ -250,6 +257,11 @@ class Inputs:
 
         if params.prompt_logprob_token_ids is not None:
             self._check_candidates(candidate_rows(params.prompt_logprob_token_ids), params, length)
+
+    def _check_trace(self, params: SamplingParams, length: int) -> None:
+        count, room = len(params.trace_decode_token_ids or ()), self.ready.max_model_len - length
+        if count > room:
+            _refuse("trace_decode_token_ids", f"must have at most {room} ids, as many as the context has room for")
 
     def _check_candidates(self, candidates: Int32, params: SamplingParams, length: int) -> None:
         vocab, count = self.ready.vocab_size, max(0, length - 1 - params.prompt_logprob_start)

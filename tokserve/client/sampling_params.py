@@ -52,9 +52,7 @@ POSITIONS = (
     "skip_clone",
 )
 # of vLLM's, but for these values: why there is no such thing here
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "trace_decode_token_ids": ((None,), "send the ids in the prompt, with prompt_logprobs, or use LLM.score_tokens"),
-}
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {}
 # the same of older versions: these are no fields
 FORMER: dict[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((None, 1), "use n"),
@@ -118,7 +116,6 @@ class SamplingParams(params.SamplingParams, frozen=False, kw_only=True, metaclas
     skip_clone: bool = False
     skip_reading_prefix_cache: bool | None = None
     watermarking: bool | None = None
-    trace_decode_token_ids: list[int] | None = None
 
     @staticmethod
     def from_optional(**values: Any) -> SamplingParams:

@@ -174,7 +174,6 @@ PARAMS_WITHOUT_EFFECT = (
 # ... or would, but for null and these values
 PARAMS_REFUSED: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
-    "trace_decode_token_ids": (),
     "truncate_prompt_tokens": (-1,),
     "best_of": (1,),
     "use_beam_search": (False,),
@@ -210,9 +209,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `logprob_token_ids` the logprobs of given ids at every generated position.  `routed_experts_prompt_start`: so
     many of the first tokens of the prompt are left out of the routed experts.  `return_sampling_mask` returns the
     ids that each token was drawn from; None is the server's default.  `prompt_logprobs_mode`: of the prompt's
-    logprobs; None: `logprobs_mode`.  `stop_after`: two texts, the markers of reasoning; in an output that begins with
-    the first, `stop` counts after the second.  `thinking_token_budget`: so many tokens of reasoning, after which
-    the marker that ends it is all that may come; -1 or None: no limit.  `thinking_markers`: of the reasoning.
+    logprobs; None: `logprobs_mode`.  `trace_decode_token_ids`: the output, which is decoded as if it had been sampled.
+    `stop_after`: two texts, the markers of reasoning; in an output that begins with the first, `stop` counts after the
+    second.  `thinking_token_budget`: so many tokens of reasoning, after which the marker that ends it is all that may
+    come; -1 or None: no limit.  `thinking_markers`: of the reasoning.
     """
 
     temperature: Annotated[float, Meta(ge=0)] = 1.0
@@ -246,6 +246,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs_mode: LogprobsMode | None = None
     prompt_logprobs_mode: LogprobsMode | None = None
     return_sampling_mask: bool | None = None
+    trace_decode_token_ids: Annotated[list[int], Meta(min_length=1)] | None = None
     structured_outputs: StructuredOutputs | None = None
     extra_args: dict[str, Any] | None = None
 
@@ -276,6 +277,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """A copy without the front end's fields, with `changes` applied."""
         if self.thinking_token_budget == -1:
             changes["thinking_token_budget"] = None
+        if self.trace_decode_token_ids is not None:
+            length = len(self.trace_decode_token_ids)
+            most = length if self.max_tokens is None else min(length, self.max_tokens)
+            changes |= {"max_tokens": most, "min_tokens": 0, "ignore_eos": True}
+            changes |= {"stop_token_ids": [], "stop_token_sequences": []}
         if self.structured_outputs is not None:
             changes["structured_outputs"] = self.structured_outputs.plain()
         if self.prompt_logprob_token_ids is not None:
@@ -306,6 +312,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse("min_tokens", f"must not be above max_tokens ({self.max_tokens}), got {self.min_tokens}")
         self._validate_candidates()
+        self._validate_trace()
         if self.repetition_detection is not None:
             self.repetition_detection.validate()
         if self.structured_outputs is not None:
@@ -320,6 +327,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if getattr(self, name) != neutral:
                 _refuse(name, "is not taken with prompt_logprob_token_ids, whose reply has the tokens' logprobs")
         candidate_rows(self.prompt_logprob_token_ids)
+
+    def _validate_trace(self) -> None:
+        if self.trace_decode_token_ids is None:
+            return
+        budget = self.thinking_token_budget
+        for name, is_set in (
+            ("n", self.n > 1),
+            ("stop", bool(self.stop_strings())),
+            ("structured_outputs", self.structured_outputs is not None),
+            ("repetition_detection", self.repetition_detection is not None),
+            ("thinking_token_budget", budget is not None and budget >= 0),
+            ("bad_words", bool(self.bad_words)),
+        ):
+            if is_set:
+                _refuse(name, "is not taken with trace_decode_token_ids, which are the output")
 
     def _validate_ids(self) -> None:
         for name in ("stop_token_sequences", "bad_token_sequences"):

@@ -1,8 +1,9 @@
 """The processors in their order, which is the specification of what a token is sampled from.
 
-bias -> allowed and bad ids -> bad sequences -> repeated n-grams -> min_tokens -> budget of reasoning -> grammar ->
-penalties -> (extreme rows: shift by the maximum) -> temperature -> top-k, top-p, min-p.  A batch in which no row needs
-a processor is not even copied.  What a row becomes depends on its own slot and history alone, never on the other rows.
+bias -> allowed and bad ids -> bad sequences -> repeated n-grams -> min_tokens -> budget of reasoning -> forced tokens
+-> grammar -> penalties -> (extreme rows: shift by the maximum) -> temperature -> top-k, top-p, min-p.  A batch in which
+no row needs a processor is not even copied.  What a row becomes depends on its own slot and history alone, never on the
+other rows.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tokserve.runner.processors import (
     BadSequences,
     Bias,
     Filter,
+    ForcedTokens,
     GrammarMask,
     MinTokens,
     NoRepeatNgrams,
@@ -46,6 +48,7 @@ class Pipeline:
             NoRepeatNgrams(slots, vocab_size),
             MinTokens(slots, vocab_size),
             ThinkingBudget(slots),
+            ForcedTokens(),
             self._grammar,
             Penalties(slots),
             ShiftByMax(),

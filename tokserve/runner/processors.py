@@ -212,6 +212,32 @@ class MinTokens(Processor):
         buffer.flat().index_fill_(0, buffer.flat_indices(index, ids), -INF)
 
 
+class ForcedTokens(Processor):
+    """trace_decode_token_ids: all but the id at the position is forbidden, whatever else the request forbids."""
+
+    masks = False
+
+    def __init__(self) -> None:
+        self._ids: dict[int, list[int]] = {}  # by slot
+
+    def assign(self, row: NewRow, params: SamplingParams) -> bool:
+        self._ids[row.slot] = params.trace_decode_token_ids or []
+        return bool(self._ids[row.slot])
+
+    def active_rows(self, rows: LogitRows, index: Int64) -> Int64:
+        if not rows.sampling:
+            return index[:0]
+        lengths = np.array([len(self._ids[slot]) for slot in rows.slots[index].tolist()], np.int64)
+        return index[rows.lengths[index] - rows.prompt_lens[index] < lengths]
+
+    def apply(self, buffer: LogitsBuffer, rows: LogitRows, index: Int64) -> None:
+        at = (rows.lengths[index] - rows.prompt_lens[index]).tolist()
+        ids = [self._ids[slot][place] for slot, place in zip(rows.slots[index].tolist(), at, strict=True)]
+        target = buffer.tensor(np.array(ids, np.int64)[:, None])
+        forced = torch.full_like(buffer.rows(index), -INF)
+        buffer.set_rows(index, forced.scatter_(1, target, 0.0))
+
+
 class ThinkingBudget(Processor):
     """thinking_token_budget: in reasoning with so many tokens, all but the next id of the marker that ends it are
     forbidden.  Tokens of complete markers do not count; those of all thoughts of an output count together."""

@@ -86,6 +86,7 @@ FIELDS: dict[str, str] = {
     "prompt_logprobs_start": "The first prompt position whose logprobs are returned.",
     "prompt_logprob_token_ids": "Candidates: ids whose logprobs are returned, for all prompt positions or for each.",
     "prompt_logprob_start": "The position before the first prompt token whose candidates are scored.",
+    "trace_decode_token_ids": "The output: these ids are decoded as if they had been sampled.",
     "logprob_token_ids": "Return the logprobs of these ids at each position.",
     "logprobs_mode": "raw, temperature (of logits / temperature) or processed (what is sampled from).",
     "prompt_logprobs_mode": "The kind of the prompt's logprobs; default: logprobs_mode.",

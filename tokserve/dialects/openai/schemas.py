@@ -40,6 +40,7 @@ OTHER_FORM = (
     "prompt_logprobs",
     "prompt_logprob_token_ids",
     "prompt_logprob_start",
+    "trace_decode_token_ids",
 )
 NOT_OF_RESPONSES = (
     "n",

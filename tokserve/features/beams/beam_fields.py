@@ -32,6 +32,7 @@ REFUSED = (
     "prompt_logprobs",
     "prompt_logprob_token_ids",
     "prompt_logprob_start",
+    "trace_decode_token_ids",
     "prediction",
     "draft_token_ids",
     "deadline_ms",
