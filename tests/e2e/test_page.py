@@ -114,6 +114,26 @@ def test_the_playground_shows_tokens_ids_and_logprobs(browser: Browser, server: 
     assert browser.console() == []
 
 
+def test_sessions_and_the_picture_of_a_tree(browser: Browser, server: Server) -> None:
+    visit(browser, server)
+    assert not browser.run("return document.querySelector('#sessions-card').checkVisibility()")
+    hostile, question = "<img src=x>", {"role": "user", "content": "q"}
+    with Server("demo", "--sessions") as other:
+        visit(browser, other)
+        browser.wait(lambda: "No session yet." in browser.text("#sessions-card"), "there is no session")
+        body = {"messages": [question], "max_tokens": 4}
+        message = other.post("/v1/chat/completions", body, headers={"X-Session-ID": hostile}).json()["choices"][0]
+        branches = {"messages": [question, message["message"], question], "max_tokens": 4, "n": 2}
+        assert other.post("/v1/chat/completions", branches, headers={"X-Session-ID": hostile}).status_code == 200
+        browser.wait(lambda: hostile in browser.text("#sessions"), "the session is listed")
+        browser.click("#sessions button")
+        circles = "return [...document.querySelectorAll('#tree circle')].map(c => c.getAttribute('class'))"
+        browser.wait(lambda: browser.run(circles) == ["root", "turn", "turn"], "its tree is drawn")
+        assert not browser.run("return document.images.length") and browser.console() == []
+        browser.click("#sessions button")
+        browser.wait(lambda: not browser.run(circles) or "Show" in browser.text("#sessions"), "it is hidden")
+
+
 def test_a_picture_is_part_of_the_prompt(browser: Browser, tmp_path: Path) -> None:
     (tmp_path / "one.png").write_bytes(png(40, 32))
     with Server(write_served(tmp_path / "vl"), "--max-model-len", "512") as server:

@@ -80,7 +80,7 @@ def test_the_page_has_no_inline_code_and_no_foreign_address() -> None:
 
 
 def test_the_routes_that_the_script_calls_exist() -> None:
-    s = shown()
+    s = shown(sessions=True)
     requested = set(re.findall(r'(?:call|ask)\([`"]([\w/]+)', SCRIPT))
     assert requested == {
         "health",
@@ -93,7 +93,10 @@ def test_the_routes_that_the_script_calls_exist() -> None:
         "tokenizer_info",
         "tokenize",
         "v1/chat/completions/render",
+        "sessions",
+        "sessions/",
     }
+    requested = requested - {"sessions/"} | {"sessions/{id}/tree"}
     routes = {route.path for route in s.app.routes}
     assert {f"/{path}" for path in requested} <= routes
     names = set(re.findall(r'"?\b(\w+_(?:total|sum|count|perc|running|waiting))\b', SCRIPT)) - {"requests_waiting"}

@@ -112,6 +112,31 @@ def test_metadata_has_a_bound() -> None:
     assert sessions.num_bytes == len(sessions) == 0
 
 
+def test_only_little_metadata_is_taken_beyond_the_bound() -> None:
+    sessions = store(max_bytes=1 << 16)
+    sessions.create("", "s", {"x": "y" * (1 << 16)}, 0.0)
+    large = {"x": "y" * 5000}
+    with pytest.raises(QueueFull, match="--max-session-bytes"):
+        sessions.create("", "t", large, 0.0)
+    sessions.create("", "t", {"task": 1}, 0.0)
+    sessions.add_metadata("", "t", {"reward": 1.0}, None, 0.0)
+    with pytest.raises(QueueFull, match="--max-session-bytes"):
+        sessions.add_metadata("", "t", large, None, 0.0)
+    sessions.delete("", "s")
+    sessions.add_metadata("", "t", large, None, 0.0)
+
+
+def test_an_owner_has_a_bound() -> None:
+    sessions = store(max_per_owner=2)
+    for name in ("a", "b"):
+        sessions.create("one", name, {}, 0.0)
+    with pytest.raises(QueueFull, match="--max-sessions-per-key"):
+        sessions.create("one", "c", {}, 0.0)
+    sessions.create("other", "c", {}, 0.0)
+    sessions.delete("one", "a")
+    sessions.create("one", "c", {}, 0.0)
+
+
 def test_a_turn_of_a_session_that_is_gone_is_dropped() -> None:
     sessions = store()
     add(sessions, [QUESTION], "a")

@@ -85,6 +85,7 @@ def make_service(config: Config) -> SessionService:
         max_sessions=options.max_sessions,
         max_bytes=options.max_session_bytes,
         ttl=options.session_ttl,
+        max_per_owner=options.max_sessions_per_key,
         observer=files,
     )
     if files is not None:
@@ -200,11 +201,14 @@ class ListSessions(SessionCall):
     limit: int
     after: str | None
     wait: float
+    newest_first: bool = False
 
     async def run(self, service: SessionService) -> list[Summary]:
         deadline = time.monotonic() + min(self.wait, MAX_WAIT)
         while True:
-            listed = service.store.sessions(self.owner, self.state, self.limit, self.after)
+            listed = service.store.sessions(
+                self.owner, self.state, self.limit, self.after, newest_first=self.newest_first
+            )
             if listed or not await service.wait(deadline):
                 return listed
 

@@ -30,6 +30,7 @@ from tokserve.server.http.body import convert
 from tokserve.server.serving import Serving
 
 STATES = ("open", "idle", "closed")
+ORDERS = ("oldest", "newest")  # what comes first
 DEFAULT_LIMIT, MAX_LIMIT = 1000, 100_000
 DEFAULT_LEASE, MAX_SECONDS = 600.0, 86_400.0
 
@@ -57,7 +58,7 @@ class MetadataBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
 
 
 class SessionList(msgspec.Struct):
-    """Sessions; those that were used last come last."""
+    """Sessions; those that were used last come last, or first with `order=newest`."""
 
     sessions: list[Summary]
 
@@ -99,7 +100,11 @@ async def list_sessions(serving: Serving, request: Request) -> Response:
     if not (limit.isascii() and limit.isdigit() and 0 < int(limit[:9]) <= MAX_LIMIT):
         raise invalid("limit", f"must be 1 to {MAX_LIMIT}")
     after = request.query_params.get("after")
-    call = ListSessions(owner_of(request), state, int(limit), after, _seconds(request, "wait", 0.0))
+    order = request.query_params.get("order", ORDERS[0])
+    if order not in ORDERS:
+        raise invalid("order", f"must be one of {', '.join(ORDERS)}")
+    wait = _seconds(request, "wait", 0.0)
+    call = ListSessions(owner_of(request), state, int(limit), after, wait, newest_first=order == ORDERS[1])
     return body.reply(request, SessionList(await sessions_of(serving).call(call)))
 
 

@@ -43,6 +43,9 @@ class SessionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = None
     max_sessions: Annotated[Positive, about("How many sessions may exist at a time.")] = 10_000
+    max_sessions_per_key: Annotated[
+        Positive | None, about("How many of them one API key may have. Default: as many as there may be.")
+    ] = None
     max_session_bytes: Annotated[
         int, about("Memory of all sessions together, in bytes; beyond it, requests of sessions get 429.", ge=1 << 16)
     ] = 1 << 30

@@ -48,7 +48,13 @@ SESSIONS = (
         guarded=True,
         reply=(handlers.SessionList, handlers.CreatedSession),
         raises=WRITES,
-        query=(("state", Literal["open", "idle", "closed"]), ("wait", float), ("limit", int), ("after", str)),
+        query=(
+            ("state", Literal["open", "idle", "closed"]),
+            ("wait", float),
+            ("limit", int),
+            ("after", str),
+            ("order", Literal["oldest", "newest"]),
+        ),
     ),
     Endpoint(
         GET,

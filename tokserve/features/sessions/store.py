@@ -7,6 +7,7 @@ the digest of its messages and its answer, so the turn that a request continues 
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -17,7 +18,8 @@ from tokserve.client.outputs import TERMINATORS
 from tokserve.features.sessions.canonical import PromptContext, chain
 from tokserve.features.sessions.turns import Match, Session, StoredTurn, Summary, TurnAnswer, TurnPrompt
 
-MAX_METADATA = 1 << 20  # bytes of a session's metadata
+MAX_METADATA = 1 << 20  # bytes of a session's metadata, as JSON
+LITTLE_METADATA = 1 << 12  # bytes that are taken when the memory of sessions is used up, too
 FIRST = "it is the first turn of the session"
 SESSION_BYTES = 4096  # of a session without turns
 MAX_ID = 256  # characters
@@ -68,13 +70,23 @@ def check_id(session_id: str) -> None:
 
 
 class SessionStore:
-    """All sessions of a server.  `max_sessions`, `max_bytes`: together.  `ttl`: seconds without use after which a
-    session is dropped.  Times are seconds of Unix time."""
+    """All sessions of a server.  `max_sessions`, `max_bytes`: together; `max_per_owner`: of one.  `ttl`: seconds of no
+    use after which a session is dropped.  Times are seconds of Unix time."""
 
-    def __init__(self, *, max_sessions: int, max_bytes: int, ttl: float, observer: StoreObserver | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        max_sessions: int,
+        max_bytes: int,
+        ttl: float,
+        max_per_owner: int | None = None,
+        observer: StoreObserver | None = None,
+    ) -> None:
         self._max_sessions = max_sessions
         self._max_bytes = max_bytes
         self._ttl = ttl
+        self._max_per_owner = max_per_owner
+        self._num_of_owner: Counter[str] = Counter()
         self._observer = observer or StoreObserver()
         self._sessions: dict[tuple[str, str], Session] = {}  # those that were used last come last
         self.num_bytes = 0
@@ -95,7 +107,7 @@ class SessionStore:
             raise Conflict(
                 f"there is a session {session_id[:MAX_ID]!r} already", field="session_id", code="session_exists"
             )
-        _check_metadata(_size(metadata))
+        self._check_metadata(_size(metadata), now)
         session = self._make(owner, session_id, now)
         if metadata:
             self._set_metadata(session, metadata)
@@ -110,15 +122,7 @@ class SessionStore:
         """
         session = self._sessions.get((owner, session_id)) or self._make(owner, session_id, now)
         self._touch(session, now)
-        if self.num_bytes >= self._max_bytes:
-            self.expire(now)
-        if self.num_bytes >= self._max_bytes:
-            raise QueueFull(
-                f"sessions use {self.num_bytes} bytes, of {self._max_bytes} that they may (--max-session-bytes): close "
-                "and delete sessions that were read",
-                retry_after=1,
-                code="session_bytes",
-            )
+        self._check_bytes(now)
         other: StoredTurn | None = None
         for count in range(len(digests), 0, -1):
             for turn_id in reversed(session.by_key.get(digests[count - 1], ())):
@@ -189,12 +193,14 @@ class SessionStore:
             raise unknown(session_id)
         return session
 
-    def sessions(self, owner: str, state: str | None, limit: int, after: str | None = None) -> list[Summary]:
-        """The owner's sessions in one state, or in any, those that were used last at the end; `after`: those after the
-        session with this id."""
+    def sessions(
+        self, owner: str, state: str | None, limit: int, after: str | None = None, *, newest_first: bool = False
+    ) -> list[Summary]:
+        """The owner's sessions in one state, or in any, those that were used last at the end, or first; `after`: those
+        after the session with this id."""
         listed: list[Summary] = []
         passed = after is None
-        for session in self._sessions.values():
+        for session in reversed(self._sessions.values()) if newest_first else self._sessions.values():
             if session.owner != owner:
                 continue
             if not passed:
@@ -227,12 +233,13 @@ class SessionStore:
         session = self.get(owner, session_id)
         turn = None if turn_id is None else session.turns.get(turn_id)
         if turn_id is None:
+            self._check_metadata(_size(session.metadata | metadata), now)
             self._set_metadata(session, session.metadata | metadata)
         else:
             if turn is None:
                 raise NotFound(f"the session has no turn {turn_id[:MAX_ID]!r}", field="turn_id", code="turn_not_found")
             before, after = _size(turn.metadata), _size(turn.metadata | metadata)
-            _check_metadata(after)
+            self._check_metadata(after, now)
             turn.metadata = turn.metadata | metadata
             self._grow(session, after - before)
         self._touch(session, now)
@@ -264,9 +271,29 @@ class SessionStore:
                 dropped += 1
         return dropped
 
+    def _check_bytes(self, now: float) -> None:
+        """Raise QueueFull if sessions use as much memory as they may."""
+        if self.num_bytes >= self._max_bytes:
+            self.expire(now)
+        if self.num_bytes >= self._max_bytes:
+            raise QueueFull(
+                f"sessions use {self.num_bytes} bytes, of {self._max_bytes} that they may (--max-session-bytes): close "
+                "and delete sessions that were read",
+                retry_after=1,
+                code="session_bytes",
+            )
+
+    def _check_metadata(self, size: int, now: float) -> None:
+        """Raise RequestError for too much, and QueueFull where only little is taken, such as a reward."""
+        if size > MAX_METADATA:
+            raise RequestError(f"metadata must have at most {MAX_METADATA} bytes as JSON, got {size}", field="metadata")
+        if size > LITTLE_METADATA:
+            self._check_bytes(now)
+
     def restore(self, session: Session, turns: Iterable[RestoredTurn]) -> None:
         """Add a session of an earlier server, which has no turns yet, and its turns, parents first.  `sort` follows."""
         self._sessions[session.owner, session.session_id] = session
+        self._num_of_owner[session.owner] += 1
         self._grow(session, SESSION_BYTES + _size(session.metadata) - _size({}))
         for one in turns:
             turn = self._insert(session, one.turn_id, one.prompt, one.answer, one.created)
@@ -288,8 +315,16 @@ class SessionStore:
                 retry_after=1,
                 code="too_many_sessions",
             )
+        if self._max_per_owner is not None and self._num_of_owner[owner] >= self._max_per_owner:
+            raise QueueFull(
+                f"this API key has {self._num_of_owner[owner]} sessions, as many as one may have "
+                "(--max-sessions-per-key): delete those that were read",
+                retry_after=1,
+                code="too_many_sessions",
+            )
         session = Session(session_id=session_id, owner=owner, created=now, last_used=now)
         self._sessions[owner, session_id] = session
+        self._num_of_owner[owner] += 1
         self._grow(session, SESSION_BYTES)
         self._observer.on_created(session)
         return session
@@ -302,6 +337,9 @@ class SessionStore:
     def _drop(self, session: Session) -> None:
         del self._sessions[session.owner, session.session_id]
         self.num_bytes -= session.num_bytes
+        self._num_of_owner[session.owner] -= 1
+        if not self._num_of_owner[session.owner]:
+            del self._num_of_owner[session.owner]
         self._observer.on_dropped(session)
 
     def _grow(self, session: Session, num_bytes: int) -> None:
@@ -309,10 +347,8 @@ class SessionStore:
         self.num_bytes += num_bytes
 
     def _set_metadata(self, session: Session, metadata: dict[str, Any]) -> None:
-        before, after = _size(session.metadata), _size(metadata)
-        _check_metadata(after)
+        self._grow(session, _size(metadata) - _size(session.metadata))
         session.metadata = metadata
-        self._grow(session, after - before)
 
     def _matched(self, session: Session, turn: StoredTurn) -> Match:
         answer = turn.answer
@@ -357,8 +393,3 @@ def _reason(session: Session, context: PromptContext, other: StoredTurn | None, 
 
 def _size(metadata: dict[str, Any]) -> int:
     return len(msgspec.json.encode(metadata))
-
-
-def _check_metadata(size: int) -> None:
-    if size > MAX_METADATA:
-        raise RequestError(f"metadata must have at most {MAX_METADATA} bytes as JSON, got {size}", field="metadata")
