@@ -283,7 +283,8 @@ class Sampler:
         filled = np.where(candidates == NO_CANDIDATE, candidates.max(1, keepdims=True, initial=0), candidates)
         ids = self._tensor(filled.astype(np.int64))
         values = logits.gather(1, ids)
-        best = logits.scatter_(1, ids, -torch.inf).argmax(1, keepdim=True)  # of the others
+        zeros, greedy = torch.zeros_like(token_ids), torch.ones_like(token_ids, dtype=torch.bool)
+        best = ops.sample(logits.scatter_(1, ids, -torch.inf), zeros, zeros, greedy)[:, None]  # of the others
         is_left = logits.gather(1, best)[:, 0] > -torch.inf
         logits.scatter_(1, ids, values)
         token_logprobs, ranks, top_ids, top_logprobs = ops.logprobs(
