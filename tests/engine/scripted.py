@@ -227,6 +227,8 @@ class ScriptedExecutor:
         elif method == "abort_update":
             self.staged = None
         elif method == "read_adapter":
+            if "pushed" in args:
+                raise RequestError("push it again")
             if args["lora_path"].startswith("bad"):
                 raise RequestError("no adapter", field="lora_path")
             self.adapter_read = args["lora_path"]

@@ -244,6 +244,20 @@ def test_adapters_that_cannot_be_read_again_fail_their_requests_only(
     assert "'gone' could not be loaded again: no adapter" in str(other.finish("gone").message)
 
 
+def test_an_adapter_that_was_pushed_fails_its_requests_only(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    engine = Engine(enable_lora=True, lora_modules=[f"p={tmp_path}"])
+    last = engine.core._state_now()
+    pushed = msgspec.structs.replace(last.adapters[0], path="", version="v7", checksum="c")
+    other = Engine(enable_lora=True)
+    ask(other, "take_over", last=msgspec.structs.replace(last, adapters=[pushed]))
+    assert other.feature(Adapters).listed() == [pushed] and "adapter p was pushed" in caplog.text
+    other.add("of it", PROMPT, adapter="p", max_tokens=3, ignore_eos=True)
+    other.add("plain", PROMPT, max_tokens=3, ignore_eos=True)
+    other.run()
+    assert "'p' could not be loaded again: push it again" in str(other.finish("of it").message)
+    other.check_complete("plain")
+
+
 def test_a_quarantine_ends_where_the_last_weights_can_be_had_again() -> None:
     engine = busy()
     engine.executor.has_room_for_two = False
