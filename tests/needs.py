@@ -134,7 +134,13 @@ TRACING = Need(
 )
 PEFT = Need(
     "peft",
-    ("e2e/test_pushed_models.py", "rl/test_module_tensors.py", "train/test_exact_peft.py", "train/test_on_policy.py"),
+    (
+        "e2e/test_pushed_models.py",
+        "rl/test_adapter_push.py",
+        "rl/test_module_tensors.py",
+        "train/test_exact_peft.py",
+        "train/test_on_policy.py",
+    ),
     lambda: _has_module("peft"),
     "pip install -e '.[dev]'",
 )
@@ -168,6 +174,12 @@ CMAKE = Need(
     ("root/test_install.py",),
     lambda: None not in (shutil.which("cmake"), shutil.which("ninja")),
     "apt-get install cmake ninja-build",
+)
+COMPILER = Need(
+    "a C compiler",
+    ("root/test_gpus.py",),
+    lambda: any(map(shutil.which, ("gcc", "cc", "clang"))),
+    "apt-get install gcc",
 )
 MKL = Need(
     "a C compiler, and MKL in torch",
@@ -223,6 +235,7 @@ NEEDS = (
     SYSTEMD,
     MAKE,
     CMAKE,
+    COMPILER,
     MKL,
     HUGE,
     SMAPS,
