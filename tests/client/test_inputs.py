@@ -197,7 +197,7 @@ def test_text_needs_a_tokenizer(fields: dict[str, Any], field: str) -> None:
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"cache_salt": "x" * 129}, "cache_salt"),
+        ({"cache_salt": "x" * 1025}, "cache_salt"),
         ({"deadline_ms": 0}, "deadline_ms"),
         ({"deadline_ms": 1 << 31}, "deadline_ms"),
         ({"queue_timeout_ms": 1 << 62}, "queue_timeout_ms"),
@@ -225,7 +225,7 @@ def test_what_is_too_large_for_a_message(params: dict[str, Any]) -> None:
 
 
 def test_options_travel_as_they_are() -> None:
-    options = RequestOptions(priority=-3, cache_salt="x" * 128, deadline_ms=1, queue_timeout_ms=1)
+    options = RequestOptions(priority=-3, cache_salt="x" * 1024, deadline_ms=1, queue_timeout_ms=1)
     request = msgspec.structs.replace(ask([1]), options=options)
     assert sent(request)[0].options is options
 
@@ -423,7 +423,7 @@ def test_ranges_have_one_declaration() -> None:
         (request_with(seed=1 << 63), "seed must fit in 64 bits"),
         (request_with(logprob_token_ids=[]), "logprob_token_ids must have 1 to 128 ids, got 0"),
         (request_with(allowed_token_ids=[]), "allowed_token_ids must not be empty"),
-        (ask([1], cache_salt="x" * 129), "cache_salt must have 1 to 128 characters, got 129"),
+        (ask([1], cache_salt="x" * 1025), "cache_salt must have 1 to 1024 characters, got 1025"),
         (ask([1], group_id=""), "group_id must have 1 to 256 characters, got 0"),
         (ask([1], deadline_ms=1 << 31), "deadline_ms must fit in 32 bits"),
     ):

@@ -71,7 +71,7 @@ REFUSED = [
     ("logprobs_mode", "x"),
     ("return_token_ids", "yes"),
     ("cache_salt", ""),
-    ("cache_salt", "s" * 129),
+    ("cache_salt", "s" * 1025),
     ("priority", 1.5),
     ("priority", 2**63),
     ("request_id", ""),

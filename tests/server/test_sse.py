@@ -63,7 +63,7 @@ def test_only_the_first_event_has_the_fields_of_the_request() -> None:
     assert first["model"] == "tiny" and first["created"] and first["seed"] == 3
     assert first["prompt_token_ids"] == [5, 6, 8]
     for event in others:
-        assert set(event) == {"request_id", "choices"} and event["request_id"] == "generate-tokens-r"
+        assert set(event) == {"request_id", "choices", "output_mode"} and event["request_id"] == "generate-tokens-r"
         for choice in event["choices"]:
             shape = {"index", "token_ids", "logprobs", "finish_reason", "stop_reason"}
             assert set(choice) - {"weight_versions", "stop_detail"} == shape
@@ -471,7 +471,7 @@ def test_a_client_that_leaves_aborts(route: str, body: dict[str, Any], stream: b
         s = site()
         s.llm.hold = True
         caller = Caller(s, route, body | {"stream": stream, "request_id": "mine"})
-        await caller.wait_for(lambda _: s.llm.num_inflight == 1)
+        await caller.wait_for(lambda c: s.llm.num_inflight == 1 and (c.status is not None or not stream))
         caller.hang_up()
         async with asyncio.timeout(PATIENCE):
             await caller.task

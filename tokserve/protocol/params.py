@@ -399,7 +399,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     stream: bool = False
     priority: Int64 = 0
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     group_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     adapter: str = ""
     speculate: bool = True

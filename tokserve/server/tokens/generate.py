@@ -156,6 +156,7 @@ class GenerateReply(CandidateFields):
     kv_transfer_params: dict[str, Any] | None = None
     exact: bool = True
     metrics: ReplyMetrics | UnsetType = UNSET
+    output_mode: str = "tokens"
     object: str = "inference.generate"
 
 
@@ -173,6 +174,7 @@ class GenerateChunk(CandidateFields):
     prompt_logprobs: Any = UNSET
     metrics: ReplyMetrics | UnsetType = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET  # in the last one
+    output_mode: str = "tokens"
 
 
 _KNOWN = (  # names to suggest; dotted ones are where a field belongs that was given at the top
@@ -357,7 +359,8 @@ class _Render:
         self._generation = generation
         self._params = params
         self._packed = packed
-        self._text = body.output_mode == "text"
+        self._mode = body.output_mode or "tokens"
+        self._text = self._mode == "text"
         self._spelling = logprobs.Spelling(serving.tokenizer, as_ids=False) if self._text else None
         self._echo = bool(body.return_token_ids) or expands
         self._places: dict[str, list[PlaceholderRange]] | UnsetType = UNSET
@@ -447,6 +450,7 @@ class _Render:
             kv_transfer_params=generation.kv_transfer_params,
             exact=bool(self._serving.llm.ready.facts.get("exact", True)),
             metrics=generation.metrics(sources=True),
+            output_mode=self._mode,
         )
         if self._candidates:
             write_candidates(reply, columns)
@@ -484,11 +488,11 @@ class _Render:
         for name in self._columns:
             for field in fields.writers()[name].of_tokens:
                 setattr(choice, field, HOLE)
-        chunk = GenerateChunk(self._id, [choice], None if self._usage else UNSET)
+        chunk = GenerateChunk(self._id, [choice], None if self._usage else UNSET, output_mode=self._mode)
         return sse.event(encode_json(chunk)).split(HOLE)
 
     def _event(self, delta: ChoiceOutput) -> bytes:
-        chunk = GenerateChunk(self._id, [self._choice(delta, is_delta=True)])
+        chunk = GenerateChunk(self._id, [self._choice(delta, is_delta=True)], output_mode=self._mode)
         if self._usage:
             chunk.usage = self._generation.usage() if self._continuous else None
         if self._first:
@@ -510,7 +514,5 @@ class _Render:
     def tail(self) -> bytes:
         if not self._usage:
             return b""
-        generation = self._generation
-        return sse.event(
-            encode_json(GenerateChunk(self._id, [], generation.usage(), metrics=generation.metrics(sources=True)))
-        )
+        usage, metrics = self._generation.usage(), self._generation.metrics(sources=True)
+        return sse.event(encode_json(GenerateChunk(self._id, [], usage, metrics=metrics, output_mode=self._mode)))
