@@ -23,7 +23,7 @@ pools = importlib.import_module(f"{rl.__name__}.pools")
 GENERATE = "/inference/v1/generate"
 CONNECTIONS, ROLLOUTS = 2, 5
 SECONDS = 60.0  # a call that waits for rollouts never ends
-GENERATING = {"generate", "score", "stream"}
+GENERATING = {"generate", "score", "score_candidates", "stream"}
 VERBS = sorted(
     name
     for name, method in inspect.getmembers(rl.AsyncClient, inspect.isfunction)
