@@ -115,6 +115,7 @@ def abort(server: Server, index: int, request: dict[str, Any]) -> Any:
 def test_an_abort_reaches_the_process_that_owns_the_request(two: Server) -> None:
     with in_flight(two, (0, body("mine", group_id="g")), (1, body("other", n=100, group_id="g"))) as (aborted, other):
         assert abort(two, 1, {"request_ids": ["generate-tokens-mine", "nobody"]}) == {
+            "status": "aborted",
             "aborted": 1,
             "results": {"generate-tokens-mine": "aborted", "nobody": "not_found"},
         }

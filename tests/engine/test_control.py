@@ -213,7 +213,6 @@ def test_a_keep_ends_the_wait_of_another_pause() -> None:
         ("wake_up", {"tags": ["gpu"]}, "tags"),
         ("finish_weight_update", {"weight_version": ""}, "weight_version"),
         ("update_weight_version", {"new_version": ""}, "new_version"),
-        ("start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format"),
     ],
 )
 def test_bad_arguments_are_named(method: str, args: dict[str, Any], field: str) -> None:

@@ -111,7 +111,8 @@ async def _completions(request: Request) -> None:
 
 
 async def _abort(request: Request) -> None:
-    await aborts.read(request, SERVING.bodies)
+    value, _ = await SERVING.bodies.load(request)
+    aborts.read_target(value)
 
 
 def _handler(

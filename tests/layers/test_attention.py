@@ -92,7 +92,7 @@ def test_block_equals_its_formula(window: int, qk_norm: bool, qkv_bias: bool, ou
 
 
 def test_layers_that_divide_their_work_differently_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of a GPU follow from the heads' size and the cache's type, too."""
+    """Tiles of a GPU follow from the heads' size, too."""
     dims: list[int] = []
     monkeypatch.setattr(ops, "attention_work", lambda q, *rest: dims.append(q.shape[-1]))
     batch = one_row(KVSpec(KV_HEADS, DIM, "float32"))

@@ -193,7 +193,7 @@ class Attention:
         self, q: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch, rows: LogitsRows | ForwardBatch
     ) -> Tensor:  # [n, heads, dim] -> same
         """The values that the queries of the batch, or of some of its `rows`, see, weighted."""
-        kind, work = (self.heads, self.kv_heads, self.dim, self.window, keys.element_size()), None
+        kind, work = (self.heads, self.kv_heads, self.dim, self.window), None
         if rows is batch:
             if kind not in batch.work:
                 batch.work[kind] = ops.attention_work(

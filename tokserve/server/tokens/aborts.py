@@ -18,7 +18,6 @@ from tokserve.client.inputs import bare_id
 from tokserve.server.http import body
 from tokserve.server.serving import Serving
 
-BLANK = 1 << 10  # a body whose beginning is white space is none
 MAX_IDS = 1 << 14  # ids that the engine looks up between two steps
 
 
@@ -41,18 +40,20 @@ class AbortReply(msgspec.Struct):
 async def abort_requests(serving: Serving, request: Request) -> Response:
     """POST /inference/v1/abort_requests: end requests by id or group; replies after they have ended"""
     value, _ = await serving.bodies.load(request)
-    return await _abort(serving, request, _target(value))
+    return await _abort(serving, request, read_target(value))
 
 
 async def abort_requests_or_all(serving: Serving, request: Request) -> Response:
     """POST /abort_requests: end requests by id or group, or all if none are named; replies after they have ended"""
     raw = await serving.bodies.read(request)
-    value = await serving.bodies.decode(request, raw) if bytes(raw[:BLANK]).strip() else {}
+    has_body = bool(raw) or "content-type" in request.headers  # one that was cut is not "no body"
+    value = await serving.bodies.decode(request, raw) if has_body else {}
     names_none = isinstance(value, dict) and value.keys() <= {"request_ids"} and value.get("request_ids") in (None, [])
-    return await _abort(serving, request, AbortBody(all=True) if names_none else _target(value))
+    return await _abort(serving, request, AbortBody(all=True) if names_none else read_target(value))
 
 
-def _target(value: object) -> AbortBody:
+def read_target(value: object) -> AbortBody:
+    """Which requests a body names.  Raises RequestError."""
     target = body.convert(value, AbortBody)
     selectors = [name for name in AbortBody.__struct_fields__ if getattr(target, name) not in (None, [], False, "")]
     if not selectors and target.request_ids is None:
