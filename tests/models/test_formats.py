@@ -237,6 +237,7 @@ ALLOWED = {  # files that may name float8 or int8
     "layers/quant.py": "the types of packed weights",
     "families/gguf": "formats",
     "config": "the option",
+    "dialects/trainers/routes.py": "options in a message",
     "runner/device.py": "what a device can multiply",
     "protocol/kv_spec.py": "the cache's dtype",
     "runner/kvcache.py": "the cache's dtype",
