@@ -528,8 +528,7 @@ def test_directories_are_checked(bench: Bench, tmp_path: Path) -> None:
     [{"segment": "absent-segment"}, {"segment": "../etc"}, {"segment": "a\0b"}, {"segment": "\ud800"},
      {"segment": ".."}, {"segment": ""},
      {"offsets": [0, 0]}, {"offsets": [1]}, {"offsets": None}, {"shapes": []}, {"shapes": [[-64]]},
-     {"dtype_names": ["int4"]}, {"surprise": 1}, {"names": [1]}, {"ipc_handles": []},
-     {"is_checkpoint_format": False}],
+     {"dtype_names": ["int4"]}, {"surprise": 1}, {"names": [1]}, {"ipc_handles": []}],
     ids=str,
 )  # fmt: skip
 def test_announcements_are_checked(bench: Bench, change: dict[str, Any]) -> None:

@@ -244,11 +244,21 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of messages, and of c
     ),  # type: ignore[dict-item]
     (
         {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "output", "schema": SCHEMA, "strict": True},
+            }
+        },
     ),
     (
         {"output_format": {"type": "json_schema", "schema": SCHEMA}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "output", "schema": SCHEMA, "strict": True},
+            }
+        },
     ),
     ({"output_config": {"effort": "high"}}, {"reasoning_effort": "high"}),
     ({"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}),

@@ -81,5 +81,7 @@ def make_reader(
 def parse_context(serving: Serving, body: ChatBody) -> dict[str, Any] | None:
     """What a rendered request says for its outputs to be read as this body's; None: nothing."""
     sent = {name: value for name in CONTEXT if (value := getattr(body, name)) is not None}
+    if sent.get("parallel_tool_calls"):
+        del sent["parallel_tool_calls"]  # the default
     thinks = serving.state_of(TextContext).thinking is not None
     return msgspec.to_builtins(sent) if sent.keys() - {"chat_template"} or (sent and thinks) else None
