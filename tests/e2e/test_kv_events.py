@@ -56,3 +56,4 @@ def test_each_engine_publishes_under_its_rank() -> None:
             _, events, batch_rank = first_batch(sources[rank]["replay_endpoint"])
             assert batch_rank == rank and [event["type"] for event in events] == ["BlockStored"]
             assert events[0]["token_ids"] == prompt[:32] and events[0]["block_size"] == 16
+            assert events[0]["group_idx"] == 0 and events[0]["kv_cache_spec_kind"] == "full_attention"

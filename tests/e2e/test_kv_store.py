@@ -55,7 +55,7 @@ def test_prefixes_outlive_pressure_a_kill_and_damage(ranks: tuple[str, ...], tmp
     with Server("demo", *SMALL, *ranks, "--no-enable-prefix-caching") as plain:
         outcomes = [outcome(plain, number)[0] for number in range(4)]
         scored = outcome(plain, 0, prompt_logprobs=1)[0]
-    flags = (*SMALL, *STORE, *ranks, "--kv-offloading-dir", str(tmp_path), "--vllm-metric-names")
+    flags = (*SMALL, *STORE, *ranks, "--kv-offloading-dir", str(tmp_path))
     with Server("demo", *flags) as server:
         assert [outcome(server, number) for number in range(4)] == [(expected, 0) for expected in outcomes]
         # the cache holds two of them: the others come from memory

@@ -71,7 +71,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "--fair-clients": ("",),
     "--no-exact": ("",),
     "--sglang-api": ("",),
-    "--vllm-metric-names": ("",),
+    "--no-vllm-metric-names": ("",),
     "--tokens-only": ("",),
     "--per-request-spec-decode-metrics": ("summary", "detailed"),
     "--kv-cache-memory-bytes": ("200K", "1M", "64M"),

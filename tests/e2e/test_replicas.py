@@ -81,17 +81,38 @@ def test_ranks_of_other_dialects(server: Server, count: int) -> None:
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "routed_dp_rank", answer.text
 
 
-def test_metrics_of_each_engine(server: Server, count: int) -> None:
-    def generated() -> dict[str, float]:
-        sample = r'^tokserve:generation_tokens_total{engine="(\d)",model_name="demo"} (.*)$'
-        return {rank: float(count) for rank, count in re.findall(sample, server.get("/metrics").text, re.MULTILINE)}
+def generated(server: Server) -> dict[str, float]:
+    """The tokens that each engine has generated."""
+    sample = r'^tokserve:generation_tokens_total{engine="(\d)",model_name="demo"} (.*)$'
+    return {rank: float(count) for rank, count in re.findall(sample, server.get("/metrics").text, re.MULTILINE)}
 
-    before = generated()
+
+def test_metrics_of_each_engine(server: Server, count: int) -> None:
+    before = generated(server)
     for rank in range(count):
         for seed in range(rank + 1):
             reply(server, seed, {RANK: str(rank)})
-    grown = {rank: tokens - before[rank] for rank, tokens in generated().items()}
+    grown = {rank: tokens - before[rank] for rank, tokens in generated(server).items()}
     assert grown == {str(rank): 20 * (rank + 1) for rank in range(count)}
+
+
+def test_the_requests_of_a_session_go_to_one_engine(server: Server) -> None:
+    """vllm-router hashes the same header: https://github.com/vllm-project/router, `x-session-id`."""
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20, "ignore_eos": True}
+    of_sessions = {}
+    for session in ("a", "b", "c", "d", "e", "f"):
+        before = generated(server)
+        for seed in range(2):
+            reply(server, seed, {"x-session-id": session})
+        good(server.post("/v1/chat/completions", chat, headers={"X-Session-ID": session}))
+        grown = {rank: tokens - before[rank] for rank, tokens in generated(server).items()}
+        [of_sessions[session]] = [rank for rank, tokens in grown.items() if tokens]
+        assert grown[of_sessions[session]] == 60
+    assert len(set(of_sessions.values())) > 1
+    before = generated(server)
+    for rank in ("0", "1"):
+        reply(server, 1, {"x-session-id": "a", RANK: rank})
+    assert all(generated(server)[rank] == before[rank] + 20 for rank in ("0", "1")), "a rank by hand counts"
 
 
 def test_control_and_introspection_cover_all_engines(server: Server, count: int) -> None:

@@ -62,7 +62,7 @@ def comparable(reply: dict[str, Any]) -> dict[str, Any]:
 def pair() -> Iterator[Pair]:
     with (
         ServerThread("demo", "--spec-method", "none") as plain,
-        Server("demo", "--vllm-metric-names", "--api-server-count", "2") as drafting,
+        Server("demo", "--api-server-count", "2") as drafting,
     ):
         yield Pair(plain, drafting)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -15,9 +15,10 @@ from tests.engine.harness import Engine
 from tokserve.base.errors import StartError
 from tokserve.config import Config
 from tokserve.features.kv.event_publisher import END, shifted
-from tokserve.features.kv.events import EventLog, external
+from tokserve.features.kv.events import EventLog, external, plain, spec_kind
 from tokserve.features.kv.external_kv import KVEvents
 from tokserve.features.lora.adapter import Adapter
+from tokserve.protocol.kv_spec import KVLayout, KVSpec, StateSpec
 from tokserve.protocol.prompt import Feature
 
 PATIENCE_MS = 30_000
@@ -230,7 +231,7 @@ def test_a_request_for_a_replay_that_cannot_be_read_is_ignored(engines: list[Eng
 
 
 def test_events_have_the_extra_keys_of_a_hash() -> None:
-    log = EventLog(2)
+    log = EventLog(2, "full_attention")
     hashes = [bytes([i]) * 32 for i in range(3)]
     feature = Feature("image", b"\xab", 3, 2, b"")
     adapter = Adapter("a", "", 0, 7)
@@ -246,8 +247,31 @@ def test_events_have_the_extra_keys_of_a_hash() -> None:
         "medium": "GPU",
         "lora_name": "a",
         "extra_keys": [("a", "s"), ("a", ("ab", 1)), ("a", ("ab", -1))],
+        "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
     }
-    assert not log.take()
+    log.removed(hashes[0])
+    removed = {"type": "BlockRemoved", "block_hashes": [external(hashes[0])], "medium": "GPU", "group_idx": 0}
+    assert msgspec.to_builtins(log.take()) == [removed] and not log.take()
+
+
+def test_arrays_have_the_fields_that_older_readers_know() -> None:
+    log = EventLog(2, "full_attention")
+    block = bytes(32)
+    log.stored(None, [block], array("i", [1, 2]), 0)
+    log.stored(None, [block], array("i", [1, 2]), 0, cache_salt="s")
+    log.removed(block)
+    log.cleared()
+    stored = ["BlockStored", [0], None, [1, 2], 2, None, "GPU", None]
+    expected = [stored, [*stored, [("s",)]], ["BlockRemoved", [0], "GPU"], ["AllBlocksCleared"]]
+    assert [plain(event) for event in log.take()] == expected
+
+
+def test_blocks_of_latent_attention_are_named_as_such() -> None:
+    def layout(kind: Literal["kv", "latent"]) -> KVLayout:
+        return KVLayout((StateSpec(4, 8, "float32"), KVSpec(1, 8, "float32", 4, kind)), 4, 16)
+
+    assert [spec_kind(layout("kv")), spec_kind(layout("latent"))] == ["full_attention", "mla_attention"]
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_the_engines_statistics() -> None:
 
 
 def test_each_engine_has_its_own_samples_and_the_front_end_sums() -> None:
-    s = site(vllm_metric_names=True)
+    s = site()
     s.llm.stats = StepStats(running=2, blocks_held=16, blocks_total=64, output_tokens=50, accepted_by_position=[4])
     store = StoreStats(saved=7, hits=5)
     second = StepStats(
@@ -202,7 +202,7 @@ def test_two_apps_do_not_share_counters() -> None:
 
 def test_the_labels_that_routers_read() -> None:
     """The labels are written as vLLM writes them; the sample below is from a vLLM server."""
-    shown = site(vllm_metric_names=True, enable_prefix_caching=True).get("/metrics").text
+    shown = site(enable_prefix_caching=True).get("/metrics").text
     (config,) = re.findall(r"^vllm:cache_config_info\{(.*)\} 1\.0$", shown, re.MULTILINE)
     labels = dict(re.findall(r'(\w+)="([^"]*)"', config))
     expected = {
@@ -224,9 +224,9 @@ def test_the_labels_that_routers_read() -> None:
         assert f"\nvllm:{line}\n" in shown and f"\ntokserve:{line}\n" in shown
 
 
-def test_vllms_names_are_exported_on_demand_and_only_those_it_has() -> None:
-    assert "vllm:" not in site().get("/metrics").text
-    s = site(vllm_metric_names=True)
+def test_vllms_names_are_exported_by_default_and_only_those_it_has() -> None:
+    assert "vllm:" not in site(vllm_metric_names=False).get("/metrics").text
+    s = site()
     s.post("/v1/completions", {"prompt": "a"})
     shown = s.get("/metrics").text
     families = set(re.findall(r"^# TYPE vllm:(\w+) ", shown, re.MULTILINE))
@@ -272,7 +272,7 @@ def test_a_blocked_event_loop_shows() -> None:
 
 def test_tokens_of_steps_and_preemptions_of_choices_are_histograms() -> None:
     """peer-suites-3 A22."""
-    s = site(vllm_metric_names=True)
+    s = site()
     s.post("/v1/completions", {"prompt": [5] * 20, "max_tokens": 3, "n": 2})
     shown = s.get("/metrics").text
     at = 'engine="0",'
@@ -299,7 +299,7 @@ def test_tokens_of_steps_and_preemptions_of_choices_are_histograms() -> None:
 )
 def test_refusals_of_a_full_queue_are_counted_by_its_limit(option: str, reason: str) -> None:
     """peer-suites-3 A22."""
-    s = site(vllm_metric_names=True, max_num_seqs=1, **{option: 1})
+    s = site(max_num_seqs=1, **{option: 1})
     assert s.post("/v1/completions", {"prompt": [5, 6], "n": 4}).status_code == 429
     shown = s.get("/metrics").text
     for name in ("max_num_queued_reqs", "max_num_queued_tokens"):

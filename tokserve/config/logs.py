@@ -29,4 +29,4 @@ class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = 10.0
     vllm_metric_names: Annotated[
         bool, about("Also export the metrics that vLLM has under its names (vllm:...), for its dashboards and routers.")
-    ] = False
+    ] = True

@@ -43,6 +43,7 @@ from tokserve.protocol.kv_transfer import transfer_params
 from tokserve.protocol.messages import Ready
 from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.protocol.prompt import TokenPrompt
+from tokserve.server.affinity import SESSION_HEADER, session_rank
 from tokserve.server.api_process import ApiProcess
 from tokserve.server.generation import Generation, OutputStream
 from tokserve.server.http import declared
@@ -291,6 +292,8 @@ class Serving:
         request_id = self.name_request(request, body)
         options = declared.options(body, self.adapter(body.model))
         rank = given_rank(request, options.data_parallel_rank)
+        if rank is None and (session_id := request.headers.get(SESSION_HEADER)):
+            rank = session_rank(self.llm, session_id)
         if rank != options.data_parallel_rank:
             options = msgspec.structs.replace(options, data_parallel_rank=rank)
         if options.spec_decode_metrics is None and self.draft_report != "none":

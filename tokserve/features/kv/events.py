@@ -13,13 +13,17 @@ from typing import Any
 import msgspec
 
 from tokserve.engine.variant import Variant
+from tokserve.protocol.kv_spec import KVLayout
 from tokserve.protocol.prompt import Feature
 
 MEDIUM = "GPU"  # vLLM's name for the memory that steps read, on whatever device
+GROUP = 0  # a block holds all layers, which is one of vLLM's groups
+NUM_POSITIONAL = 8  # fields of a `BlockStored` in the array form, which ends with `extra_keys`
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Blocks that follow one another.  `extra_keys`: of each block, what its hash covers besides tokens."""
+    """Blocks that follow one another.  `extra_keys`: of each block, what its hash covers besides tokens.
+    `kv_cache_spec_kind`: see `spec_kind`."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -29,6 +33,8 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     medium: str | None
     lora_name: str | None
     extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
@@ -36,6 +42,7 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
     block_hashes: list[int]
     medium: str | None
+    group_idx: int | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
@@ -50,11 +57,17 @@ def external(block_hash: bytes) -> int:
     return int.from_bytes(block_hash[-8:], "big")
 
 
-class EventLog:
-    """What has happened since the last `take`.  `block_size`: tokens."""
+def spec_kind(layout: KVLayout) -> str:
+    """vLLM's name for what the blocks hold.  Attention that is limited to a window reads blocks of all tokens, too."""
+    return "mla_attention" if any(spec.kind == "latent" for spec in layout.specs) else "full_attention"
 
-    def __init__(self, block_size: int) -> None:
+
+class EventLog:
+    """What has happened since the last `take`.  `block_size`: tokens.  `kind`: of the blocks, see `spec_kind`."""
+
+    def __init__(self, block_size: int, kind: str) -> None:
         self.block_size = block_size
+        self._kind = kind
         self._events: list[Event] = []
 
     def stored(
@@ -103,6 +116,8 @@ class EventLog:
             MEDIUM,
             None if variant is None else variant.name,
             extra if any(extra) else None,
+            GROUP,
+            self._kind,
         )
 
     def removed(self, block_hash: bytes) -> None:
@@ -115,7 +130,7 @@ class EventLog:
         if isinstance(last, BlockRemoved) and last.medium == medium:
             last.block_hashes.append(block_hash)
         else:
-            self._events.append(BlockRemoved([block_hash], medium))
+            self._events.append(BlockRemoved([block_hash], medium, GROUP))
 
     def cleared(self) -> None:
         """No block can be found any more."""
@@ -143,8 +158,10 @@ def _extra_keys(
 
 
 def plain(event: Event) -> list[Any]:
-    """An event as an array: its type, then its fields; optional fields are left out."""
+    """An event as an array: its type, then its fields, as vLLM before 0.24 has them; optional fields are left out."""
     fields = list(msgspec.structs.astuple(event))
-    if isinstance(event, BlockStored) and event.extra_keys is None:
-        fields.pop()
+    if isinstance(event, BlockStored):
+        fields = fields[: NUM_POSITIONAL - (event.extra_keys is None)]
+    elif isinstance(event, BlockRemoved):
+        fields = fields[:-1]
     return [type(event).__name__, *fields]

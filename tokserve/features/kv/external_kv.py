@@ -14,7 +14,7 @@ from tokserve.engine.features import EngineContext
 from tokserve.engine.hooks import EngineFeature
 from tokserve.engine.request import Request
 from tokserve.features.kv.event_publisher import EventPublisher
-from tokserve.features.kv.events import EventLog
+from tokserve.features.kv.events import EventLog, spec_kind
 from tokserve.features.kv.identity import IdentityWatch
 from tokserve.features.kv.store import KVStore
 from tokserve.features.kv.transfers import Transfers
@@ -47,7 +47,8 @@ class KVEvents(EngineFeature):
         self.publisher: EventPublisher | None = None
         if plan is not None:
             self.publisher = EventPublisher(plan)
-            self.log = context.cache.events = EventLog(context.cache.block_size)
+            self.log = EventLog(context.cache.block_size, spec_kind(context.facts.layout))
+            context.cache.events = self.log
 
     @command("kv_event_sources")
     def sources(self) -> list[dict[str, Any]]:

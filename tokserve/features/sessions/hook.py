@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import io
 import logging
 from collections import Counter
@@ -32,6 +31,7 @@ from tokserve.features.sessions.turns import Match, TurnAnswer, TurnPrompt
 from tokserve.protocol.columns import LOGPROBS
 from tokserve.protocol.logprobs import Logprobs
 from tokserve.protocol.prompt import TokenPrompt, pack_ids
+from tokserve.server.affinity import SESSION_HEADER, session_rank
 from tokserve.server.generation import Generation
 from tokserve.server.http.auth import route_path
 from tokserve.server.http.workers import off_loop
@@ -39,7 +39,6 @@ from tokserve.server.serving import Serving
 
 logger = logging.getLogger(__name__)
 
-SESSION_HEADER = "X-Session-ID"
 PATH = "/sessions/"  # what the paths of a session's routes begin with
 TEMPLATE_OPTIONS = ("template", "kwargs", "documents", "add_special_tokens")  # on which a turn's prompt depends
 SUFFIX_OPTIONS = ("context", "add_special_tokens")  # of a rendering of the whole, not of what is new
@@ -103,7 +102,7 @@ class SessionHook:
         new = await off_loop(request, conversation.size, lambda: self._new_ids(match, conversation))
         turn = RunningTurn(self._sessions, owner, session_id, conversation, match)
         turn.set_chain(context, digested, begun)
-        turn.rank = self._rank(session_id)
+        turn.rank = session_rank(self._serving.llm, session_id)
         if new.ids is not None:
             turn.continue_with(new.ids)
         else:
@@ -116,14 +115,6 @@ class SessionHook:
             return planning.NewIds(None, ANEW)
         options = {name: value for name, value in conversation.options.items() if name not in SUFFIX_OPTIONS}
         return planning.new_ids(match, conversation.messages, self._suffixes, options)
-
-    def _rank(self, session_id: str) -> int | None:
-        """The engine of a session, among several; None: any, as there is one only, or that engine is being replaced."""
-        count = self._serving.config.parallel.data_parallel_size
-        if count == 1:
-            return None
-        rank = int.from_bytes(hashlib.blake2b(session_id.encode(), digest_size=8).digest(), "little") % count
-        return None if any(one.rank == rank and one.down for one in self._serving.llm.reports) else rank
 
     def _log(self, reason: str) -> None:
         """Log why a conversation continues no turn, each reason once."""
