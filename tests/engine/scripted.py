@@ -312,6 +312,18 @@ class ScriptedExecutor:
             demand(all(0 <= block < self.facts.layout.num_blocks for block in blocks), "no such block")
             table += blocks
             demand(len(set(table)) == len(table), f"slot {slot} has a block twice")
+        for row in plan.new:
+            if row.copied_block is not None:
+                self._copy_block(self.slots[row.slot], *row.copied_block)
+
+    def _copy_block(self, slot: Slot, source: int, target: int) -> None:
+        shared = {block for other in self.slots.values() if other is not slot for block in other.blocks}
+        demand(target in slot.blocks and target not in shared, f"{slot.row.request_id}: copies to the block {target}")
+        for offset in range(self.size):
+            self.kv.pop((target, offset), None)
+            if (source, offset) in self.kv:
+                self.kv[target, offset] = self.kv[source, offset]
+                self.kv_weights[target, offset] = self.kv_weights[source, offset]
 
     def _check_columns(self, plan: StepPlan) -> None:
         slots = plan.slots.tolist()

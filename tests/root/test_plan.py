@@ -38,6 +38,7 @@ def test_a_plan_survives() -> None:
     new = [
         NewRow(0, "a#0", ints(5, 6, 7), 2, SamplingParams(temperature=0.5, stop_token_ids=[1]), -3, (1, 2), 1),
         NewRow(1, "b#0", ints(5, 6, 7), 3, PoolingParams("mean", normalize=False), 0, (), features=(feature,)),
+        NewRow(2, "c#0", ints(5, 6, 7), 3, SamplingParams(), 0, (), copied_block=(4, 9)),
     ]
     plan = StepPlan(
         7,

@@ -38,9 +38,11 @@ KINDS: list[dict[str, Any]] = [
 class RealEngine(Engine):
     """An EngineCore over the runner, in this process."""
 
-    def __init__(self, directory: Path, drafter: Drafter | None = None, **options: Any) -> None:
+    def __init__(
+        self, directory: Path, drafter: Drafter | None = None, *, family: str = "qwen3", **options: Any
+    ) -> None:
         directory.mkdir(exist_ok=True)
-        (directory / "config.json").write_text(json.dumps(tiny_config("qwen3")))
+        (directory / "config.json").write_text(json.dumps(tiny_config(family)))
         defaults = {
             "model": str(directory),
             "load_format": "dummy",

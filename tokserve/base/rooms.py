@@ -28,6 +28,7 @@ ROOMS: dict[str, str] = {  # module of the room, by its name; routes of a later 
     "profiler": "tokserve.features.profiler.room",
     "pooling": "tokserve.features.pooling.room",
     "mixtures": "tokserve.families.mixtures.room",
+    "groups": "tokserve.features.groups.room",
     "masks": "tokserve.features.masks.room",
     "openai": "tokserve.dialects.openai.room",
     "anthropic": "tokserve.dialects.anthropic.room",

@@ -57,6 +57,11 @@ class EngineFeature:
         """Whether a waiting request may have a slot now."""
         raise NotImplementedError
 
+    def reuse(self, request: Request, hits: int) -> int:
+        """How many leading positions of a request that may have a slot are computed, beyond its `hits` blocks from the
+        cache; 0: no more.  `on_slot` of the feature brings them, if the request gets the slot."""
+        raise NotImplementedError
+
     def on_slot(self, request: Request, hits: int) -> dict[str, Any]:
         """A request has got a slot, and its first `hits` blocks from the cache; returns fields of its `NewRow`."""
         raise NotImplementedError
@@ -153,6 +158,7 @@ class Hooks:
         self.prepare: tuple[Callable[[Request], Prerequisite | None], ...] = those("prepare")
         self.accept: tuple[Callable[[Request], None], ...] = those("accept")
         self.may_enter: tuple[Callable[[Request], bool], ...] = those("may_enter")
+        self.reuse: tuple[Callable[[Request, int], int], ...] = those("reuse")
         self.on_slot: tuple[Callable[[Request, int], dict[str, Any]], ...] = those("on_slot")
         self.on_end: tuple[Callable[[Request], None], ...] = those("on_end")
         self.draft: tuple[Callable[[PlanBuilder], None], ...] = those("draft")

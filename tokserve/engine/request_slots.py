@@ -144,13 +144,13 @@ class RequestSlots:
         if request.slot >= 0:
             self._release_slot(request)
 
-    def _assign_slot(self, request: Request, hits: int, now: float) -> None:
+    def _assign_slot(self, request: Request, computed: int, now: float) -> None:
         self._waiting.remove(request)
         self.running.add(request)
         self._sharing.admitted(request)
         request.state = State.RUNNING
         request.slot = self._free_slots.pop()
-        request.num_computed = request.num_settled = min(hits * self._cache.block_size, request.reusable)
+        request.num_computed = request.num_settled = computed
         if request.history.cached_tokens is None:
             request.history.cached_tokens = request.num_computed
             request.history.admitted = now

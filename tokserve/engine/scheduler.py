@@ -238,11 +238,13 @@ class Scheduler(RequestSlots):
                 self._deferred += 1
                 continue
             computed = min(hits * self._cache.block_size, request.reusable)
+            for reuse in self._hooks.reuse:
+                computed = max(computed, reuse(request, hits))
             count = self.chunk(request, max(1, builder.allowed(request)), builder.budget, computed)
             if not count and request.joint:
                 builder.held = True
             elif self._cache.allocate(request.table, request.tokens, hits, reserve=len(self.running)):
-                self._assign_slot(request, hits, now)
+                self._assign_slot(request, computed, now)
                 fields: dict[str, Any] = {}
                 for on_slot in self._hooks.on_slot:
                     fields |= on_slot(request, hits)

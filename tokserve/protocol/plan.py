@@ -51,7 +51,8 @@ class NewRow(msgspec.Struct, frozen=True):
     that `min_tokens` keeps from being sampled (EOS, ignored or not, and stop_token_ids).  `adapter`: the slot of its
     adapter, -1 for none.  `snapshot`, `num_state`: the recurrent state that it begins with, -1 for none, and the
     position of that, which may be one more than it has computed.  `second`: as in `TokenPrompt`.  `columns`: names of
-    the columns that it asks for.
+    the columns that it asks for.  `copied_block`: (source, target), a block that is copied before the step; the first
+    positions that the request does not compute in `target` are those of `source`.
     """
 
     slot: int
@@ -67,6 +68,7 @@ class NewRow(msgspec.Struct, frozen=True):
     num_state: int = 0
     second: int = -1
     columns: tuple[str, ...] = ()
+    copied_block: tuple[int, int] | None = None
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -80,7 +82,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     `blocks`: (slot, index in the slot's block table of the first, block ids) added since the last plan (all of a row's
     blocks when it enters).  `freed`: slots freed since the last plan.  `saves`: (slot, position, snapshot): the slot's
     recurrent state becomes the snapshot as it passes the position, if it does.  Order of application: freed, new,
-    blocks, rows.
+    blocks, copied blocks, rows.
     """
 
     step: int

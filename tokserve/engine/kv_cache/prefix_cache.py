@@ -311,6 +311,14 @@ class PrefixCache:
             self._tables.add(held)
         return held
 
+    def hold_block(self, block: int) -> BlockTable:
+        """A table of its own for a block in use, which stays in use until that is freed."""
+        held = BlockTable("")
+        self.pool.ref(block)
+        held.blocks.append(block)
+        self._tables.add(held)
+        return held
+
     # --- blocks that are loaded ---
 
     def num_unclaimed(self, table: BlockTable, hits: int, most: int) -> int:

@@ -6,6 +6,7 @@ same ids.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,11 @@ class RoutedTable:
         rows = slot_mapping.numpy()
         for index, ids in enumerate(routed):
             self._table[rows, index, : ids.shape[1]] = ids.numpy()
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Blocks `targets` get what `sources` hold."""
+        blocks = self._table.reshape(-1, self._block_size, *self._table.shape[1:])
+        blocks[list(targets)] = blocks[list(sources)]
 
     def results(self, plan: StepPlan, slots: Slots) -> dict[int, NDArray[Any]]:
         """The ids [n, layers, k] of the positions that each plan row has computed; if it enters its slot with this
