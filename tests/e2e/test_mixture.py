@@ -23,6 +23,7 @@ from tokserve.base.errors import StartError
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.config import Config
 from tokserve.executor.inline import InlineExecutor
+from tokserve.families.mixtures.columns import ExpertRows
 
 pytestmark = pytest.mark.usefixtures("engine_threads")
 
@@ -135,7 +136,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     write_checkpoint(directory, tiny_config("qwen3_moe", vocab_size=vocab))
     for file in DEMO_DIR.glob("tokenizer*"):
         shutil.copy(file, directory)
-    with ServerThread(directory, "--enable-return-routed-experts", "--max-model-len", "256") as served:
+    with ServerThread(directory, "--enable-return-routed-experts", "--sglang-api", "--max-model-len", "256") as served:
         yield served
 
 
@@ -178,6 +179,50 @@ def test_routes_return_the_same_experts_whole_and_streamed(server: Served) -> No
     again = {"token_ids": prompt + first_choice["token_ids"], "sampling_params": {"max_tokens": 1}}
     scored = unpacked(server.post("/inference/v1/generate", again).json()["choices"][0]["routed_experts"])
     assert np.array_equal(scored[:48], expected)
+
+
+@pytest.mark.slow
+def test_experts_in_the_forms_of_trainers(server: Served) -> None:
+    """prime-rl's `serialize_routed_experts`, SkyRL's `generate_wire`, and SGLang's meta_info, as miles reads it."""
+    prompt, sampling = list(range(20, 60)), {"temperature": 0, "max_tokens": 9, "ignore_eos": True}
+    body = {"token_ids": prompt, "sampling_params": sampling}
+    expected = unpacked(server.post("/inference/v1/generate", body).json()["choices"][0]["routed_experts"])
+
+    prime = body | {"routed_experts_format": "object", "routed_experts_prompt_start": 10}
+    within = {"token_ids": prompt, "sampling_params": sampling | {k: prime[k] for k in prime if k not in body}}
+    for sent in (prime, within):
+        shown = server.post("/inference/v1/generate", sent).json()["choices"][0]["routed_experts"]
+        assert list(shown) == ["data", "shape", "start", "dtype"] and shown["start"] == 10
+        ids = np.frombuffer(base64.b64decode(shown["data"]), shown["dtype"]).reshape(shown["shape"])
+        assert ids.dtype == np.uint8 and np.array_equal(ids, expected[10:])
+    reply = server.post("/skyrl/v1/generate", body)
+    assert b'"routed_experts":{"data":"' in reply.content, "what its client cuts out"
+    shown = reply.json()["choices"][0]["routed_experts"]
+    assert shown["dtype"] == "uint8" and base64.b64decode(shown["data"]) == expected.tobytes()
+    text = {"prompt": prompt, "routed_experts_format": "object", "stream": True} | sampling
+    events = events_of(server, "/v1/completions", text)
+    [late] = [choice for event in events for choice in event["choices"] if "routed_experts" in choice]
+    assert base64.b64decode(late["routed_experts"]["data"]) == expected.tobytes()
+
+    flag = {"return_routed_experts": True}
+    sglang = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 9, "temperature": 0, "ignore_eos": True}}
+    assert "routed_experts" not in server.post("/generate", sglang).json()["meta_info"]
+    for start in (0, 40):
+        details = server.post("/generate", sglang | flag | {"routed_experts_start_len": start}).json()["meta_info"]
+        ids = np.frombuffer(base64.b64decode(details["routed_experts"]), np.int32).reshape(-1, 3, 3)
+        assert details["routed_experts_start_len"] == start and np.array_equal(ids, expected[start:])
+    answer = server.post("/generate", sglang | flag | {"routed_experts_start_len": 41})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "routed_experts_start_len"
+    chat = {"input_ids": prompt, "return_meta_info": True} | flag | sampling
+    details = server.post("/v1/chat/completions", chat).json()["choices"][0]["meta_info"]
+    assert np.array_equal(np.frombuffer(base64.b64decode(details["routed_experts"]), np.int32), expected.ravel())
+
+
+def test_the_smallest_dtype_holds_the_ids() -> None:
+    for largest, dtype in ((0, "uint8"), (255, "uint8"), (256, "int16"), (32767, "int16"), (32768, "int32")):
+        ids = ExpertRows(np.array([[[0, largest]]], np.uint16), 0, "compact").compact()
+        assert ids.dtype == dtype and ids.ravel().tolist() == [0, largest]
+    assert ExpertRows(np.zeros((0, 3, 2), np.uint16), 0, "compact").compact().dtype == np.uint8
 
 
 def test_decode_logprobs_equal_rescored_prompt_logprobs(short_steps: LLM) -> None:

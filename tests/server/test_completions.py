@@ -1,9 +1,11 @@
 """/v1/completions: the four forms of a prompt, echo, scoring, logprobs in the older shape."""
 
+import base64
 from array import array
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
 
@@ -105,6 +107,32 @@ def test_logprobs_floor() -> None:
 def test_tokens_as_token_ids() -> None:
     choice = ask(site(), max_tokens=3, logprobs=1, return_tokens_as_token_ids=True, return_token_ids=True)["choices"][0]
     assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+
+
+PACKED = {"packed_top_logprobs": True, "return_tokens_as_token_ids": True, "logprobs": 3}
+
+
+def unpacked(logprobs: dict[str, Any]) -> list[tuple[list[int], list[float]]]:
+    """The ids and logprobs of each token's alternatives, read as vLLM's documentation shows."""
+    packed = logprobs["packed_top_logprobs"]
+    assert (packed["token_ids_dtype"], packed["logprobs_dtype"], logprobs["top_logprobs"]) == ("<i4", "<f4", [])
+    ids = np.frombuffer(base64.b64decode(packed["token_ids_b64"]), "<i4").reshape(packed["shape"])
+    scores = np.frombuffer(base64.b64decode(packed["logprobs_b64"]), "<f4").reshape(packed["shape"])
+    return list(zip(ids.tolist(), scores.tolist(), strict=True))
+
+
+def test_alternatives_can_be_packed() -> None:
+    s = site()
+    plain = ask(s, max_tokens=4, logprobs=3, return_tokens_as_token_ids=True)["choices"][0]["logprobs"]
+    packed = ask(s, max_tokens=4, **PACKED)["choices"][0]["logprobs"]
+    assert all(packed[name] == plain[name] for name in ("tokens", "token_logprobs", "text_offset"))
+    rows = unpacked(packed)
+    assert len(rows) == 4
+    for (token_ids, scores), tops in zip(rows, plain["top_logprobs"], strict=True):
+        assert tops.items() >= {f"token_id:{one}": score for one, score in zip(token_ids, scores, strict=True)}.items()
+    events = s.events(COMPLETIONS, {"prompt": "ab", "max_tokens": 4, **PACKED})
+    shown = [event["choices"][0]["logprobs"] for event in events]
+    assert [row for logprobs in shown for row in unpacked(logprobs)] == rows
 
 
 def test_echo_puts_the_prompt_before_the_answer() -> None:
@@ -344,6 +372,11 @@ def test_a_refused_prompt_refuses_all_prompts_of_the_request() -> None:
         ({"logprobs": -2}, "logprobs"),
         ({"logprobs": 1.5}, "logprobs"),
         ({"prompt_embeds": "x"}, "prompt_embeds"),
+        (PACKED | {"logprobs": 0}, "packed_top_logprobs"),
+        (PACKED | {"return_tokens_as_token_ids": False}, "packed_top_logprobs"),
+        (PACKED | {"echo": True}, "packed_top_logprobs"),
+        (PACKED | {"logprob_token_ids": [5]}, "packed_top_logprobs"),
+        (PACKED | {"use_beam_search": True}, "packed_top_logprobs"),
         ({"echo": True, "logprobs": 1, "prompt_logprobs_start": 1}, "prompt_logprobs_start"),
         ({"max_tokens": -2}, "max_tokens"),
         ({"max_completion_tokens": -2}, "max_completion_tokens"),

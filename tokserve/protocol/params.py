@@ -24,6 +24,7 @@ from tokserve.protocol.reduced_schema import SchemaError, reduced, text_of
 from tokserve.protocol.regex import explicit_classes
 
 DraftReport = Literal["none", "summary", "detailed"]  # vLLM's levels of metrics.speculative_decoding
+RoutedFormat = Literal["npy", "object", "compact"]
 LogprobsMode = Literal["raw", "temperature", "processed", "raw_logprobs", "processed_logprobs"]
 LOGPROBS_MODES: tuple[LogprobsMode, ...] = ("raw", "temperature", "processed")
 VLLM_LOGPROBS_MODES: dict[str, LogprobsMode] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
@@ -207,7 +208,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `prompt_logprob_token_ids` the logprobs of given ids, the same or others for each, at the positions that predict the
     prompt's tokens after `prompt_logprob_start`, of all other ids together, and of the tokens;
     `logprob_token_ids` the logprobs of given ids at every generated position.  `routed_experts_prompt_start`: so
-    many of the first tokens of the prompt are left out of the routed experts.  `return_sampling_mask` returns the
+    many of the first tokens of the prompt are left out of the routed experts; `routed_experts_format`: how replies
+    have these (`families.mixtures.reply`).  `return_sampling_mask` returns the
     ids that each token was drawn from; None is the server's default.  `prompt_logprobs_mode`: of the prompt's
     logprobs; None: `logprobs_mode`.  `trace_decode_token_ids`: the output, which is decoded as if it had been sampled.
     `stop_after`: two texts, the markers of reasoning; in an output that begins with the first, `stop` counts after the
@@ -242,6 +244,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprob_token_ids: Candidates | None = None
     prompt_logprob_start: Count = 0
     routed_experts_prompt_start: Count = 0
+    routed_experts_format: RoutedFormat = "npy"
     logprob_token_ids: Annotated[list[int], Meta(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)] | None = None
     logprobs_mode: LogprobsMode | None = None
     prompt_logprobs_mode: LogprobsMode | None = None

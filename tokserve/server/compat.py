@@ -72,6 +72,7 @@ OTHERS: FieldTable = {
     "logits_processors": _refused([]),
     "media_io_kwargs": _refused({}),
     "mm_processor_kwargs": _refused({}),
+    "packed_top_logprobs": _refused(False, note="completions have it"),
     "prompt_embeds": _refused(),
     "reasoning": _refused({}),
     "session_id": _ignored(note=_TAG),
@@ -244,13 +245,11 @@ SGLANG: FieldTable = {
     "session_params": _refused(),
     "custom_logit_processor": _refused(),
     "return_hidden_states": _refused(False),
-    "return_routed_experts": _refused(False),
     "return_indexer_topk": _refused(False),
     "return_entropy": _refused(False),
     "bootstrap_host": _refused(),
     "bootstrap_port": _refused(),
     "bootstrap_room": _refused(),
-    "routed_experts_start_len": _refused(0),
     "sampling_logprobs_mode": _refused("", note="use return_sampling_mask"),
 }
 # of its /classify and /encode

@@ -34,6 +34,7 @@ FIELDS: dict[str, str] = {
     "logprobs_format": "Logprobs as objects, as arrays, or as arrays in base64.",
     "token_ids": "Token ids: the prompt, or outputs of a draft corpus.",
     "token_ids_b64": "The prompt as base64 of little-endian int32.",
+    "routed_experts_format": "Routed experts as a file of numpy, as an object, or as one in the smallest dtype.",
     "routed_experts_prompt_start": "The first prompt position whose routed experts are returned.",
     "kv_transfer_params": "Transfer of the request's KV to or from another server; needs --kv-transfer-config.",
     "ec_transfer_params": "Must be null.",

@@ -37,7 +37,7 @@ from tokserve.server.http.body import encode_json, wants_msgpack
 from tokserve.server.http.workers import ITEM, off_loop
 from tokserve.server.replies import fields, logprobs, sse
 from tokserve.server.replies.fields import ColumnFields
-from tokserve.server.replies.logprobs import NO_ROWS, TextLogprobs
+from tokserve.server.replies.logprobs import NO_ROWS, PackedTopLogprobs, TextLogprobs
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, last_version, versions
 from tokserve.server.replies.reply_parts import DeferredParts, single_part
 from tokserve.server.serving import FieldPaths, Serving
@@ -152,6 +152,8 @@ def sampling_params(serving: Serving, body: CompletionBody) -> SamplingParams:
             raise RequestError("prompt_logprobs_start must be 0 with echo", field="prompt_logprobs_start")
         both = (num_logprobs, num_prompt_logprobs or 0)
         num_prompt_logprobs = -1 if -1 in both else max(both)
+    if body.packed_top_logprobs:
+        _check_packed(serving, body, num_logprobs)
     form = structured.requested_format(body.structured_outputs, body.response_format, serving.form_defaults)
     return schemas.sampling(
         body,
@@ -161,6 +163,15 @@ def sampling_params(serving: Serving, body: CompletionBody) -> SamplingParams:
         prompt_logprobs=num_prompt_logprobs,
         structured_outputs=form,
     )
+
+
+def _check_packed(serving: Serving, body: CompletionBody, num_logprobs: int | None) -> None:
+    """Refuse `packed_top_logprobs` beside what its form does not have.  Raises RequestError."""
+    if not num_logprobs or not schemas.shows_ids(serving, body):
+        raise invalid("packed_top_logprobs", "needs logprobs of 1 or more and return_tokens_as_token_ids")
+    for name in ("echo", "use_beam_search", "logprob_token_ids"):
+        if getattr(body, name):
+            raise invalid("packed_top_logprobs", f"cannot be combined with {name}")
 
 
 def parse_prompts(prompt: Any, field: str = "prompt") -> list[str | list[int]]:
@@ -244,6 +255,7 @@ class CompletionRenderer:
         self._start = params.prompt_logprobs_start
         self._top = params.logprobs
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
+        self._packs = bool(body.packed_top_logprobs)
         self._columns = serving.columns_of(params)
         self._num_prompt_logprobs = schemas.count(body.prompt_logprobs)
         self._usage, self._continuous = schemas.usage_options(serving, body)
@@ -294,6 +306,8 @@ class CompletionRenderer:
     def _logprobs(self, c: ChoiceOutput, begins: bool) -> TextLogprobs:
         """The logprobs of a delta; `begins`: with those of a prompt that is repeated before it."""
         shown = TextLogprobs()
+        if self._packs:
+            shown.packed_top_logprobs = PackedTopLogprobs.of(c.logprobs, max(0, self._top or 0))
         if begins and self._echo:
             ids = self._generation.prompt_ids(c.index)
             place = self._prompt_start(ids, self._prompt_text(c.index))
@@ -303,7 +317,10 @@ class CompletionRenderer:
         if c.logprobs is not None:
             is_last = c.finish_reason is not None and not isinstance(c.stop_reason, str)  # a stop string cuts the text
             place = self._places[c.index]
-            shown.add(c.logprobs, c.token_ids, self._spelling, place, width_of(c.logprobs), is_last=is_last)
+            top = 0 if self._packs else width_of(c.logprobs)
+            shown.add(c.logprobs, c.token_ids, self._spelling, place, top, is_last=is_last)
+            if self._packs:
+                shown.top_logprobs = []
         return shown
 
     def _prompt_start(self, ids: list[int], text: str) -> logprobs.TextOffset:

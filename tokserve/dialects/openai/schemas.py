@@ -48,6 +48,7 @@ NOT_OF_RESPONSES = (
     "prompt_logprobs_start",
     "prompt_logprobs_mode",
     "routed_experts_prompt_start",
+    "routed_experts_format",
     "return_sampling_mask",
 )
 SAMPLING = tuple(field for field in declared(SamplingParams) if field.name not in OTHER_FORM)
@@ -195,6 +196,7 @@ class CompletionBody(TextBody):
     prompt: Any = None
     echo: bool | None = None
     logprobs: bool | int | None = None
+    packed_top_logprobs: bool | None = None
 
 
 class TextOptions(OptionsModel):

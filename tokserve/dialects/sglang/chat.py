@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from msgspec import UNSET, UnsetType
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -10,6 +13,7 @@ from tokserve.base.errors import invalid
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.dialects.openai import chat, schemas
 from tokserve.dialects.openai.tools import ParsedDelta
+from tokserve.dialects.sglang.generate import check_routed
 from tokserve.dialects.sglang.reply import ChoiceDetails, ReplyForm, matched_stop, version_metadata
 from tokserve.server.generation import Usage
 from tokserve.server.http.body import wants_msgpack
@@ -25,6 +29,8 @@ class SglangChatBody(schemas.ChatBody):
     lora_path: str | None = None
     return_meta_info: bool | None = None
     return_prompt_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: Annotated[int, Field(ge=0)] | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
 
@@ -45,6 +51,9 @@ async def chat_completions(serving: Serving, request: Request) -> Response:
         if body.stream:
             raise invalid("return_meta_info", "cannot be streamed")
         body.logprobs_mode = body.logprobs_mode or "temperature"
+    if body.return_routed_experts:
+        check_routed(serving)
+        body.routed_experts_prompt_start = body.routed_experts_start_len or body.routed_experts_prompt_start
     source = "messages" if body.input_ids is None else "input_ids"
     call = await chat.call_of(serving, request, body, ignored, size, source)
     return await chat.respond(serving, request, call, SglangChatRenderer)
@@ -86,7 +95,8 @@ class SglangChatRenderer(chat.ChatRenderer):
             if body.return_prompt_token_ids:
                 choice.prompt_token_ids = generation.prompt_ids()
             if body.return_meta_info:
-                form = ReplyForm(bool(body.logprobs), None, body.top_logprobs or 0, False, False, False)
+                routed_start = 0 if body.return_routed_experts else None
+                form = ReplyForm(bool(body.logprobs), None, body.top_logprobs or 0, False, False, False, routed_start)
                 details = ChoiceDetails(form, lambda token_id: None, len(generation.prompt_ids()))
                 details.add(completion)
                 if self.reader is not None:

@@ -52,6 +52,8 @@ class SglangGenerateBody(msgspec.Struct, omit_defaults=True):
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
     return_sampling_mask: bool | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: int | None = None
     require_reasoning: bool | None = None
     stream: bool | None = None
     lora_path: str | list[str | None] | None = None
@@ -315,6 +317,7 @@ def _forms(serving: Serving, sent: SglangGenerateBody, prompts: Sequence[Sequenc
     if has_masks is None:
         has_masks = serving.config.model.return_sampling_mask
     has_drafts = serving.draft_report != "none"
+    routed = _routed_start(serving, sent, prompts)
     named = _token_ids(sent, count)
     starts = _each(sent.logprob_start_len, count, "logprob_start_len")
     tops = _each(sent.top_logprobs_num, count, "top_logprobs_num")
@@ -322,7 +325,7 @@ def _forms(serving: Serving, sent: SglangGenerateBody, prompts: Sequence[Sequenc
     for index, has_logprobs in enumerate(_each(sent.return_logprob, count, "return_logprob")):
         start, top = starts[index], tops[index] or 0
         if not has_logprobs:
-            forms.append(ReplyForm(False, None, 0, False, has_masks, has_drafts))
+            forms.append(ReplyForm(False, None, 0, False, has_masks, has_drafts, routed))
             continue
         if start is None or start == -1:
             start = None
@@ -332,8 +335,25 @@ def _forms(serving: Serving, sent: SglangGenerateBody, prompts: Sequence[Sequenc
             raise invalid("top_logprobs_num", f"must be at least 0, got {top}")
         if named[index] and start is not None:
             raise invalid("token_ids_logprob", "is served for the output only: logprob_start_len must be -1 with it")
-        forms.append(ReplyForm(True, start, top, bool(named[index]), has_masks, has_drafts))
+        forms.append(ReplyForm(True, start, top, bool(named[index]), has_masks, has_drafts, routed))
     return forms
+
+
+def _routed_start(serving: Serving, sent: SglangGenerateBody, prompts: Sequence[Sequence[int]]) -> int | None:
+    """The first position whose routed experts are returned; None: they are not."""
+    start, most = sent.routed_experts_start_len or 0, min(map(len, prompts))
+    if not 0 <= start <= most:
+        raise invalid("routed_experts_start_len", f"must be from 0 to the prompt's length {most}")
+    if not sent.return_routed_experts:
+        return None
+    check_routed(serving)
+    return start
+
+
+def check_routed(serving: Serving) -> None:
+    """Refuse `return_routed_experts` where the server does not keep them."""
+    if not serving.config.model.enable_return_routed_experts:
+        errors.refuse_unsupported("return_routed_experts", True, reason="it needs --enable-return-routed-experts")
 
 
 def _token_ids(sent: SglangGenerateBody, count: int) -> list[list[int] | None]:
@@ -366,6 +386,7 @@ def _task(
     elif sent.max_new_tokens == 0:  # nothing is wanted of the prompt, but that it is computed
         computed |= {"prompt_logprobs": 0, "prompt_logprobs_start": len(prompt) - 1}
     computed["return_sampling_mask"] = form.has_masks
+    computed["routed_experts_prompt_start"] = form.routed_start or 0
     params = sampling.translate(sent, **computed)
     return structured.with_default(params, serving.form_defaults)
 

@@ -17,6 +17,8 @@ from msgspec import UNSET, Raw, UnsetType
 from tokserve.base.errors import RequestError
 from tokserve.client.outputs import ChoiceOutput, Column, DraftCounts
 from tokserve.dialects.openai.token_segments import SegmentReader
+from tokserve.families.mixtures.columns import NAME as EXPERTS
+from tokserve.families.mixtures.columns import ExpertRows
 from tokserve.features.masks.columns import NAME as MASKS
 from tokserve.features.masks.reply import mask_lists
 from tokserve.features.speculation import draft_metrics
@@ -33,7 +35,8 @@ Name = Callable[[int], str | None]
 
 class ReplyForm(NamedTuple):
     """What the reply to one prompt has besides its tokens.  `start`: of the prompt's logprobs, None without any.
-    `top`: alternatives per token.  `named`: whether token_ids_logprob was given.  `has_drafts`: counts of drafts."""
+    `top`: alternatives per token.  `named`: whether token_ids_logprob was given.  `has_drafts`: counts of drafts.
+    `routed_start`: of the routed experts, None without any."""
 
     has_logprobs: bool
     start: int | None
@@ -41,6 +44,7 @@ class ReplyForm(NamedTuple):
     named: bool
     has_masks: bool
     has_drafts: bool
+    routed_start: int | None = None
 
 
 class SglangReply(msgspec.Struct):
@@ -118,6 +122,11 @@ def _draft_counts(drafts: DraftCounts) -> dict[str, Any]:
     }
 
 
+def _routed_experts(rows: ExpertRows) -> dict[str, Any]:
+    """The chosen experts, base64 of int32 [positions, layers, chosen], and the first of the positions."""
+    return {"routed_experts": rows.ids.astype("<i4").tobytes(), "routed_experts_start_len": rows.start}
+
+
 class ChoiceDetails:
     """A choice, with all that has come of it."""
 
@@ -182,6 +191,8 @@ class ChoiceDetails:
                 fields["weight_version"] = spans[-1].version
             if self.form.has_drafts:
                 fields |= _draft_counts(end.drafts)
+            if self.form.routed_start is not None and EXPERTS in end.values:
+                fields |= _routed_experts(end.values[EXPERTS])
         if self.form.has_logprobs:
             fields |= self._output.fields("output")
             fields["output_token_logprobs_length"] = self._output.tokens.length

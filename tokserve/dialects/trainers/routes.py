@@ -6,13 +6,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.base.errors import RequestError
-from tokserve.dialects.trainers import areal, nemo_rl, worker_methods
+from tokserve.dialects.trainers import areal, nemo_rl, skyrl, worker_methods
 from tokserve.protocol import commands
 from tokserve.server.admin.commands import CommandRoute, WorkerCallBody, load_lora_adapter
 from tokserve.server.endpoint import NEVER, Endpoint
 from tokserve.server.reply_types import AdapterReply, Success, WorkerResults
 from tokserve.server.serving import Serving
-from tokserve.server.tokens.generate import GenerateBody, GenerateReply, generate_tokens
+from tokserve.server.tokens.generate import GenerateBody, GenerateReply
 
 
 async def init_broadcaster(serving: Serving, request: Request) -> Response:
@@ -50,7 +50,9 @@ _COMMANDS = (
     CommandRoute("/skyrl/v1/load_lora_adapter", load_lora_adapter, commands.LoadAdapter, AdapterReply),
 )
 ENDPOINTS = (
-    Endpoint(("POST",), "/skyrl/v1/generate", generate_tokens, GenerateBody, reply=GenerateReply, runner="generate"),
+    Endpoint(
+        ("POST",), "/skyrl/v1/generate", skyrl.generate_rollouts, GenerateBody, reply=GenerateReply, runner="generate"
+    ),
     Endpoint(
         ("GET",),
         "/v1/nemo-rl/prefix-token-capability",

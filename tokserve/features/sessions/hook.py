@@ -221,7 +221,7 @@ class RunningTurn:
         if self._begun:  # clients join both
             message["content"] = self._begun + message["content"]
         if experts is not None:
-            np.save(npy, experts, allow_pickle=False)
+            np.save(npy, experts.ids, allow_pickle=False)
         return TurnAnswer(
             token_ids=pack_ids(choice.token_ids),
             token_logprobs=b"" if scores is None else Logprobs.of(scores).token_logprobs.tobytes(),

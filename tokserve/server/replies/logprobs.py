@@ -7,6 +7,7 @@ JSON has no -inf, and clients expect this number.  Packed columns are exact.
 
 from __future__ import annotations
 
+import base64
 import codecs
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -402,13 +403,33 @@ def content(columns: Column, token_ids: Sequence[int], spelling: Spelling) -> Ch
     return ChatLogprobs(entries)
 
 
+class PackedTopLogprobs(msgspec.Struct):
+    """The most probable tokens, with their logprobs: base64 of little-endian [tokens, k] in the order of the engine."""
+
+    shape: list[int]
+    token_ids_b64: str
+    logprobs_b64: str
+    token_ids_dtype: str = "<i4"
+    logprobs_dtype: str = "<f4"
+
+    @classmethod
+    def of(cls, columns: Column | None, top: int) -> PackedTopLogprobs:
+        """The alternatives to the tokens of these columns; None: there are no tokens."""
+        if columns is None:
+            return cls([0, top], "", "")
+        c = Logprobs.of(columns)
+        ids, values = (base64.b64encode(array.tobytes()).decode() for array in (c.top_ids, c.top_logprobs))
+        return cls([columns.num_rows, c.width], ids, values)
+
+
 class TextLogprobs(msgspec.Struct):
-    """The logprobs of a completions choice, a column per kind."""
+    """The logprobs of a completions choice, a column per kind.  With `packed_top_logprobs`, `top_logprobs` is empty."""
 
     text_offset: list[int] = []
     token_logprobs: list[float | None] = []
     tokens: list[str] = []
     top_logprobs: list[dict[str, float] | None] = []
+    packed_top_logprobs: PackedTopLogprobs | UnsetType = UNSET
 
     def add(
         self,

@@ -27,6 +27,7 @@ from tokserve.protocol.logprobs import stride_of, width_of
 from tokserve.protocol.params import (
     Count,
     RepetitionDetection,
+    RoutedFormat,
     SamplingParams,
     StructuredOutputs,
     check_ranges,
@@ -94,7 +95,8 @@ class _Generate(OptionFields, kw_only=True, forbid_unknown_fields=True, omit_def
     assistant_tokens_mask: Any = None
     reasoning_ended: Any = None
     reasoning_parser_kwargs: Any = None
-    routed_experts_prompt_start: Count | None = None  # as in sampling_params
+    routed_experts_prompt_start: Count | None = None  # this and the next: as in sampling_params
+    routed_experts_format: RoutedFormat | None = None
     output_kind: Any = None  # this and the next two belong in sampling_params, and have no effect there either
     flat_logprobs: Any = None
     skip_clone: Any = None
@@ -288,6 +290,11 @@ def prompt_of(body: AnyBody) -> tuple[list[int] | bytes, FieldPaths]:
 
 async def generate_tokens(serving: Serving, request: Request) -> Response:
     """POST /inference/v1/generate: token ids in, token ids and logprobs out"""
+    return await respond(serving, request)
+
+
+async def respond(serving: Serving, request: Request, routed_experts_format: RoutedFormat | None = None) -> Response:
+    """Read the body, generate and answer.  `routed_experts_format`: that of a route whose clients name none."""
     packed = is_msgpack(request)
     raw = await serving.bodies.read(request)
 
@@ -297,6 +304,9 @@ async def generate_tokens(serving: Serving, request: Request) -> Response:
         params = with_mask(decode_params(body.sampling_params, packed), body.return_sampling_mask)
         if body.routed_experts_prompt_start:
             params = msgspec.structs.replace(params, routed_experts_prompt_start=body.routed_experts_prompt_start)
+        default = routed_experts_format if params.routed_experts_format == "npy" else None
+        if form := body.routed_experts_format or default:
+            params = msgspec.structs.replace(params, routed_experts_format=form)
         return body, structured.with_default(params, serving.form_defaults)
 
     body, params = await off_loop(request, len(raw), decode)
