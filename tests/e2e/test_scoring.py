@@ -64,6 +64,23 @@ def test_candidates_behind_a_cached_prefix_are_those_of_the_whole_row(
     assert rows[0] == rows[1] and [row[0] for row in rows[0]] == scored == npy(replies[0]["prompt_token_logprobs"])
 
 
+def test_scores_of_labels_are_the_same_alone_and_together(server: Served, full: tuple[list[int], np.ndarray]) -> None:
+    """They are those of candidates at the end of the prompt, too."""
+    query, labels = full[0][:20], [5, 9, 7]
+    items = [full[0][20:end] for end in (20, 21, 30, 40)]
+    body: dict[str, Any] = {"query": query, "label_token_ids": labels}
+    together = good(server.post("/v1/score", body | {"items": items}))["scores"]
+    alone = [good(server.post("/v1/score", body | {"items": [item]}))["scores"][0] for item in items]
+    assert together == alone
+    first = good(server.post("/generative_scoring", body | {"items": items, "apply_softmax": False}))["data"]
+    assert [one["score"] for one in first] == [row[0] for row in alone]
+    for item, row in zip(items, alone, strict=True):
+        ids = [*query, *item]
+        named = {"max_tokens": 0, "prompt_logprob_token_ids": labels, "prompt_logprob_start": len(ids) - 1}
+        reply = good(server.post(GENERATE, {"token_ids": [*ids, 1], "sampling_params": named}))
+        assert row == np.exp(np.array(npy(reply["prompt_token_id_logprobs"])[0], np.float64)).tolist()
+
+
 def test_the_clients_score_candidates(server: Served, full: tuple[list[int], np.ndarray]) -> None:
     ids, start = full[0], len(PROMPT)
     array = np.array([[token, 3, 5] for token in ids[start:]])

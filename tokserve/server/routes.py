@@ -51,14 +51,15 @@ CORE = (
 
 
 def endpoints(config: Config) -> tuple[Endpoint, ...]:
-    """The routes of a server: the core's, and those of rooms, which replace others with the same path.
+    """The routes of a server: the core's, and those of rooms.  One that is served replaces others with the same path.
 
     A tokens-only server has routes that refuse in the place of those that need a tokenizer.
     """
     table = {endpoint.path: endpoint for endpoint in CORE}
     for room in _served_rooms(config):
         if room.endpoints:
-            table |= {endpoint.path: endpoint for endpoint in imported(room.endpoints)}
+            added = {endpoint.path: endpoint for endpoint in imported(room.endpoints)}
+            table |= {path: one for path, one in added.items() if path not in table or one.is_served(config)}
         if not room.text_endpoints:
             continue
         if config.server.tokens_only:

@@ -20,6 +20,7 @@ ROOM = Room(
         "/classify",
         "/encode",
         "/v1/embeddings",
+        "/v1/score",
         "/abort_request",
         "/health_generate",
         "/model_info",

@@ -15,6 +15,7 @@ from tokserve.dialects.sglang import (
     control,
     generate,
     introspection,
+    label_scores,
     parse,
     pooling,
     reply,
@@ -22,6 +23,7 @@ from tokserve.dialects.sglang import (
     weights,
 )
 from tokserve.dialects.sglang.replies import GENERATE, SGLANG
+from tokserve.features.label_scores.labels import LabelScoresBody
 from tokserve.features.pooling.routes.classify import ClassifyReply
 from tokserve.features.pooling.routes.embeddings import EmbeddingBody, EmbeddingReply
 from tokserve.server.endpoint import BODY, COMMAND, EMPTY, ENGINE, OCTETS, POOLING, PROMPT, TEXT, Endpoint
@@ -33,6 +35,14 @@ READ = ("GET", "POST")
 GET = ("GET",)
 
 ENDPOINTS = (
+    Endpoint(
+        ("POST",),
+        "/v1/score",
+        label_scores.score,
+        LabelScoresBody,
+        reply=label_scores.SglangScoresReply,
+        runner="generate",
+    ),
     Endpoint(
         POSTED,
         "/generate",

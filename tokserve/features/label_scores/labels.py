@@ -1,0 +1,136 @@
+"""The probabilities of labels, each a token, as the next token after a query and an item, for every item.
+
+An item is a request of one token, whose `logprob_token_ids` are the labels: the query is computed once, and a score is
+the same whatever other items there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from starlette.requests import Request
+
+from tokserve.base.errors import Overloaded, RequestError, invalid
+from tokserve.client.outputs import ChoiceOutput
+from tokserve.dialects.openai import schemas
+from tokserve.dialects.openai.completions import MAX_PROMPTS
+from tokserve.protocol.logprobs import Logprobs
+from tokserve.protocol.params import SamplingParams
+from tokserve.server import compat
+from tokserve.server.generation import Usage
+from tokserve.server.http.declared import OPTIONS, model
+from tokserve.server.http.workers import ITEM, off_loop
+from tokserve.server.replies import sse
+from tokserve.server.serving import FieldPaths, Serving
+
+USED = ("priority", "cache_salt", "group_id", "deadline_ms", "queue_timeout_ms", "data_parallel_rank")
+RETRIED = ("abort_pause", "abort_quarantine", "shutdown")  # ends that are not the client's doing
+Text = str | list[int]
+
+_OptionFields: Any = model("_OptionFields", schemas.RequestBody, (field for field in OPTIONS if field.name in USED))
+
+
+class LabelScoresBody(_OptionFields):  # type: ignore[misc]
+    """A query, and items that follow it, or with `item_first` precede it: texts or token ids.  `apply_softmax`: the
+    labels' probabilities are those among the labels, not among all tokens."""
+
+    others: ClassVar[compat.FieldTable] = {}
+
+    query: str | list[int] | None = None
+    items: str | list[str] | list[list[int]] | None = None
+    label_token_ids: list[int] | None = None
+    apply_softmax: bool | None = None
+    item_first: bool | None = None
+    add_special_tokens: bool | None = None
+    request_id: str | None = None
+
+
+class LabelScores(NamedTuple):
+    """`probabilities`: [items, labels].  `key`: of the request, for the reply's id."""
+
+    probabilities: NDArray[np.float64]
+    key: str
+    usage: Usage
+    headers: dict[str, str]
+
+
+async def score(
+    serving: Serving, request: Request, body: LabelScoresBody, size: int, ignored: list[str], *, joins_texts: bool
+) -> LabelScores:
+    """The labels' probabilities.  `joins_texts`: a query and an item that are texts are tokenized as one.  `size`: of
+    the body, in bytes.  Raises RequestError."""
+    if not body.label_token_ids:
+        raise invalid("label_token_ids", "must have at least one token id")
+    params = SamplingParams(
+        max_tokens=1, temperature=0.0, logprob_token_ids=body.label_token_ids, logprobs_mode="raw", ignore_eos=True
+    )
+    serving.name_request(request, body)
+    prompts = await off_loop(request, size, lambda: prompts_of(serving, body, joins_texts=joins_texts))
+    generate = serving.request_of(request, body, params, text=False)
+    place = "items[0]" if len(prompts) == 1 else "items"
+    paths = FieldPaths(place, others={"logprob_token_ids": "label_token_ids"})
+    generation = await serving.start(request, generate, prompts, paths)
+    choices = sorted(await sse.collect(generation, request), key=lambda choice: choice.index)
+    softmax = bool(body.apply_softmax)
+    rows = await off_loop(request, ITEM * len(choices), lambda: [probabilities(one, softmax) for one in choices])
+    headers = {"X-Request-Id": generate.request_id, **schemas.ignored_header(ignored)}
+    return LabelScores(np.stack(rows), generation.key, generation.usage(), headers)
+
+
+def prompts_of(serving: Serving, body: LabelScoresBody, *, joins_texts: bool) -> list[list[int]]:
+    """The ids of the query with each item.  Raises RequestError."""
+    if body.query is None:
+        raise RequestError("query is required", field="query")
+    if not body.items:
+        raise invalid("items", "must have at least one item")
+    items: Sequence[Text] = [body.items] if isinstance(body.items, str) else body.items
+    if len(items) > MAX_PROMPTS:
+        raise invalid("items", f"must have at most {MAX_PROMPTS} entries, got {len(items)}")
+    special, places = body.add_special_tokens is not False, [f"items[{index}]" for index in range(len(items))]
+    if joins_texts and isinstance(body.query, str) and isinstance(items[0], str):
+        joined = [f"{item}{body.query}" if body.item_first else f"{body.query}{item}" for item in items]
+        return _encoded(serving, joined, places, special)
+    [query] = _encoded(serving, [body.query], ["query"], special)
+    prompts = []
+    for item, place in zip(_encoded(serving, items, places, False), places, strict=True):
+        ids = item + query if body.item_first else query + item
+        if not ids:
+            raise invalid(place, "and query must not both be empty")
+        prompts.append(ids)
+    return prompts
+
+
+def _encoded(serving: Serving, values: Sequence[Text], places: Sequence[str], special: bool) -> list[list[int]]:
+    """The ids of texts, or ids as they are."""
+    texts = [value for value in values if isinstance(value, str)]
+    if texts and not serving.text:
+        raise invalid(
+            places[0], "needs a tokenizer, and this is a tokens-only server: send token ids", code="tokens_only"
+        )
+    limit = serving.llm.ready.vocab_size
+    for value, place in zip(values, places, strict=True):
+        if isinstance(value, str):
+            serving.check_text(value, place)
+        elif value and not 0 <= min(value) <= max(value) < limit:
+            index = next(index for index, token in enumerate(value) if not 0 <= token < limit)
+            raise invalid(f"{place}[{index}]", f"must be a token id from 0 to {limit - 1}")
+    encoded = iter(serving.tokenizer.encode_each(texts, special) if texts else ())
+    return [next(encoded) if isinstance(value, str) else value for value in values]
+
+
+def probabilities(choice: ChoiceOutput, softmax: bool) -> NDArray[np.float64]:
+    """The probabilities [labels] of an item's labels; `softmax`: among them.  Raises RequestError."""
+    if choice.logprobs is None or not choice.logprobs.num_rows:
+        message, detail = f"an item ended without scores ({choice.stop_detail})", choice.stop_detail
+        raise Overloaded(message, code=detail) if detail in RETRIED else RequestError(message, code=detail)
+    logprobs = Logprobs.of(choice.logprobs).top_logprobs[0].astype(np.float64)
+    if not softmax:
+        return np.exp(logprobs)
+    largest = logprobs.max()
+    if largest == -np.inf:
+        return np.zeros_like(logprobs)
+    weights = np.exp(logprobs - largest)
+    return weights / weights.sum()
