@@ -70,5 +70,6 @@ def test_a_result_survives() -> None:
             "pooled": {1: np.ones(4, np.float32)},
             "routed_experts": {0: ints(1, 2).reshape(1, 1, 2)},
         },
+        totals={"keys": 1 << 40},
     )
     assert equal(carried(result), result)

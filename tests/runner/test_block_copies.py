@@ -79,3 +79,24 @@ def test_members_of_a_group_are_what_they_are_alone(
     engine = RealEngine(tmp_path / "model", family=family, **options)
     assert results(engine) == expected
     assert engine.feature(PromptEnds).copied >= 4
+
+
+def test_keys_that_a_group_shares_are_counted(tmp_path: Path) -> None:
+    """Four requests behind 96 tokens, of which attention reads the first 64 once for all of them, in three layers."""
+    stats = []
+    for members in (1, 4):
+        engine = RealEngine(tmp_path / "model", cpu_threads=1)
+        engine.add("first", prompt(100, 1), max_tokens=1, ignore_eos=True)
+        engine.run()
+        before = engine.stats
+        assert before.attention_keys > 0 and before.shared_attention_keys == 0
+        for i in range(members):
+            engine.add(f"r{i}", [*prompt(100, 1)[:96], i], max_tokens=5, ignore_eos=True)
+        engine.run()
+        after = engine.stats
+        engine.core.close()
+        engine.real.close()
+        stats.append((after.attention_keys - before.attention_keys, after.shared_attention_keys))
+    (alone, none), (together, shared) = stats
+    assert (none, together) == (0, 4 * alone)
+    assert shared == 3 * 64 * 3 * 5

@@ -11,6 +11,7 @@ three ops are chosen together.  Here it is rows [P,D].
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -307,3 +308,10 @@ def _products(tiled: Tensor, matrix: Tensor, batch: _Batch) -> Tensor:
             shared = matrix[head].expand(batch.num_tiles, depth, width)
             torch.bmm(tiled[head].view(shape), shared, out=product[head])
     return product.view(kv_heads, -1, group, width).index_select(1, batch.tile_index)
+
+
+def attention_keys() -> tuple[int, int] | None:
+    """Keys that requests of all calls so far needed, and those that were read for another request anyway; None: the
+    C++ ops are absent, which alone count them."""
+    extension = sys.modules.get("tokserve._C")
+    return None if extension is None else extension.attention_keys()

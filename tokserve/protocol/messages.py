@@ -201,6 +201,8 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     the recurrent states that are kept.  `store`: of the KV store.
     `tokens_by_step`: numbers of steps by the tokens that they computed, with buckets up to `STEP_TOKENS` and beyond,
     then all these tokens; `preemptions_by_request`: of ended requests by how often they were preempted, likewise.
+    `attention_keys`: positions whose keys a request's attention needed, in each layer; `shared_attention_keys`: those
+    of them that were read for another request of the step anyway.
     """
 
     running: int = 0
@@ -231,6 +233,8 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     store: StoreStats = StoreStats()
     tokens_by_step: list[int] = []
     preemptions_by_request: list[int] = []
+    attention_keys: int = 0
+    shared_attention_keys: int = 0
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):

@@ -130,7 +130,8 @@ class StepResult(msgspec.Struct, frozen=True):
     [n, numbers] of the prompt tokens that follow this chunk's positions (token num_computed + 1 ...), as far as
     requested; "pooled", a vector; "routed_experts", uint8 or uint16 [n, layers, experts per token] of the row's last n
     positions, all of them if it enters its slot.  `draft_passes`: None if no row's
-    drafts were drawn.  `saved`: the snapshots of the plan's `saves` that were taken.
+    drafts were drawn.  `saved`: the snapshots of the plan's `saves` that were taken.  `totals`: what
+    features of the runner count since its start, by the names of `StepStats`.
     """
 
     step: int
@@ -141,6 +142,7 @@ class StepResult(msgspec.Struct, frozen=True):
     values: dict[str, dict[int, NDArray[Any]]] = {}
     draft_passes: DraftPasses | None = None
     saved: list[int] = []
+    totals: dict[str, int] = {}
 
 
 def _encode_array(value: Any) -> Any:

@@ -53,6 +53,10 @@ class RunnerFeature:
     def on_weights(self) -> None:
         """The weights are others."""
 
+    def totals(self) -> dict[str, int]:
+        """Counts since the start, by the names of `StepStats`: they go with the result of the step just computed."""
+        raise NotImplementedError
+
 
 class RunnerHooks:
     """The bound methods of the features that define a hook, by the hook's name."""
@@ -69,6 +73,7 @@ class RunnerHooks:
         self.before: tuple[Callable[[StepPlan, Decoder], FeatureRows | None], ...] = those("before")
         self.readers: tuple[RunnerFeature, ...] = tuple(method.__self__ for method in those("after"))
         self.on_weights: tuple[Callable[[], None], ...] = those("on_weights")
+        self.totals: tuple[Callable[[], dict[str, int]], ...] = those("totals")
 
 
 def make_features(context: RunnerContext) -> tuple[RunnerFeature, ...]:

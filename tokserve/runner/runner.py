@@ -86,6 +86,8 @@ class Runner:
             )
             if len(plan.slots) > 0:
                 self._compute(step)
+            for totals in self.hooks.totals:
+                step.totals |= totals()
             return step
 
     def sample(self, step: PendingStep, bitmask: GrammarBitmask | None) -> PendingResult:

@@ -45,6 +45,7 @@ class PendingStep:
     values: dict[str, dict[int, NDArray[Any]]] = field(default_factory=dict)  # as in `StepResult`
     draft_passes: DraftPasses | None = None
     saved: list[int] = field(default_factory=list)
+    totals: dict[str, int] = field(default_factory=dict)
     withheld: NDArray[np.bool_] | None = None  # [R], plan rows whose logits were left out
 
     def withhold(self, slots: Int32) -> None:
@@ -68,7 +69,8 @@ class PendingResult:
     def __init__(self, step: PendingStep, sample: AwaitedSample | None) -> None:
         self.plan, self.rows = step.plan, step.rows
         self._sample = sample
-        self._values, self._draft_passes, self._saved = step.values, step.draft_passes, step.saved
+        self._values, self._draft_passes = step.values, step.draft_passes
+        self._saved, self._totals = step.saved, step.totals
         self._withheld = step.withheld
         self._result: StepResult | None = None
         self.kept: NDArray[np.bool_] | None = None  # [n], logits whose tokens are in the result; None: all
@@ -107,7 +109,8 @@ class PendingResult:
             if not np.isfinite(vector).all():
                 status[row] = NOT_FINITE
                 del self._values["pooled"][row]
-        return StepResult(plan.step, counts, token_ids, status, columns, self._values, self._draft_passes, self._saved)
+        passes, saved, totals = self._draft_passes, self._saved, self._totals
+        return StepResult(plan.step, counts, token_ids, status, columns, self._values, passes, saved, totals)
 
 
 def verify(

@@ -44,6 +44,12 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
     ("num_preemptions", "Times a request was put back into the queue.", lambda s: s.preemptions),
     ("prompt_tokens", "Prompt tokens computed or found in the cache.", lambda s: s.prompt_tokens),
     ("generation_tokens", "Tokens generated.", lambda s: s.output_tokens),
+    ("attention_keys", "Keys that requests' attention needed on a CPU, in all layers.", lambda s: s.attention_keys),
+    (
+        "shared_attention_keys",
+        "Those of the keys that were read for another request of the step anyway.",
+        lambda s: s.shared_attention_keys,
+    ),
     ("engine_steps", "Steps of the engine.", lambda s: s.steps),
     ("displaced_requests", "Preemptions that made room for another client.", lambda s: s.displaced),
     ("grammar_refusals", "Grammars refused after a trial.", lambda s: s.grammar_refusals),

@@ -7,5 +7,7 @@ from tokserve.base.rooms import Room
 ROOM = Room(
     endpoints="tokserve.features.observe.routes:ENDPOINTS",
     observers="tokserve.features.observe.observers:ServerObservers",
+    engine="tokserve.features.observe.runner_totals:RunnerTotals",
+    runner="tokserve.features.observe.attention_keys:make",
     headers="tokserve.features.observe.load_header:reply_headers",
 )
