@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.tiny_families import FAMILIES, VISION_FAMILIES
 from tokserve.checkpoint import flat
-from tokserve.families.mixtures.routed import mixtures_of
+from tokserve.families.mixtures.experts import MixtureSpec
 from tokserve.features.images.siglip import SiglipSpec
 from tokserve.features.pooling.encoder_model import EncoderSpec
 from tokserve.layers.options import LayerOptions
@@ -144,6 +144,11 @@ def _stored_name(name: str, spec: EncoderSpec) -> str:
     """What an encoder's checkpoints call a tensor of this name."""
     pairs = [(old, new) for old, new in spec.renames if new and not old.startswith(".")]
     return next((old + name.removeprefix(new) for old, new in pairs if name.startswith(new)), name)
+
+
+def mixtures_of(spec: DecoderSpec) -> dict[int, MixtureSpec]:
+    """The blocks that have experts, by number."""
+    return {number: block.mlp for number, block in enumerate(spec.blocks) if isinstance(block.mlp, MixtureSpec)}
 
 
 def _as_released(named: dict[str, Tensor], spec: DecoderSpec) -> dict[str, Tensor]:

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from tokserve.client.sampling_params import RequestOutputKind, SamplingParams
     from tokserve.config import Config
     from tokserve.features.beams.beam_search import BeamSearchParams
-    from tokserve.features.lora.lora_requests import LoRARequest
     from tokserve.features.offline.llm import LLM
     from tokserve.features.pooling.pooling_params import PoolingParams
+    from tokserve.protocol.adapter_choice import LoRARequest
     from tokserve.protocol.params import StructuredOutputs
     from tokserve.protocol.params import StructuredOutputs as StructuredOutputsParams
 
@@ -45,7 +45,7 @@ _HOMES = {
     "CompletionOutput": "tokserve.client.results",
     "Config": "tokserve.config",
     "EngineArgs": "tokserve.client.engine_args",
-    "LoRARequest": "tokserve.features.lora.lora_requests",
+    "LoRARequest": "tokserve.protocol.adapter_choice",
     "PoolingParams": "tokserve.features.pooling.pooling_params",
     "RequestOutput": "tokserve.client.results",
     "RequestOutputKind": "tokserve.client.sampling_params",

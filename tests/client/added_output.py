@@ -46,7 +46,7 @@ async def serve(address: str, model: str, cases: list[Any]) -> list[Any]:
     from tokserve.runner.device import Host
     from tokserve.runner.logits import LogitRows
     from tokserve.runner.sampler import Sampler
-    from tokserve.runner.slots import SamplingColumns, Slots
+    from tokserve.runner.tables.slots import SamplingColumns, Slots
     from tokserve.server.app import build_app
 
     def script(request: EngineRequest) -> list[Output]:

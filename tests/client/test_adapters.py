@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tokserve.base.errors import RequestError
-from tokserve.features.lora.lora_requests import AdapterLoads, LoRARequest, each_adapter
+from tokserve.features.lora.lora_requests import AdapterLoads, each_adapter
+from tokserve.protocol.adapter_choice import LoRARequest
 from tokserve.protocol.messages import LoadedAdapter, Status
 
 

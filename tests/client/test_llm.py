@@ -28,8 +28,8 @@ from tests.waiting import until
 from tokserve.base.errors import Conflict, EngineDead, RequestError, StartError
 from tokserve.client import launch
 from tokserve.client.results import Logprob, PromptLogprobs, TokenLogprobs
-from tokserve.features.lora.lora_requests import LoRARequest
 from tokserve.features.offline.llm import LLM
+from tokserve.protocol.adapter_choice import LoRARequest
 from tokserve.protocol.commands import COMMANDS
 from tokserve.protocol.messages import LoadedAdapter, Status
 from tokserve.protocol.params import SamplingParams

@@ -14,7 +14,7 @@ from tests.adapters import weights, write_adapter
 from tests.models.pictures import png, write_served
 from tokserve import LLM, SamplingParams
 from tokserve.base.errors import RequestError
-from tokserve.features.lora.lora_requests import LoRARequest
+from tokserve.protocol.adapter_choice import LoRARequest
 
 pytestmark = pytest.mark.usefixtures("engine_threads")
 

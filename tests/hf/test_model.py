@@ -16,9 +16,10 @@ from tests.models.driver import Driver, prefill, random_ids
 from tokserve.base.errors import StartError
 from tokserve.families.hf.load import load
 from tokserve.families.hf.model import TransformersModel
-from tokserve.features.lora.layer import LoraSlots, LowRank
+from tokserve.features.lora.layer import LoraSlots
 from tokserve.features.offline.llm import LLM
 from tokserve.features.weights.staging import Staging
+from tokserve.layers.low_rank import LowRank
 from tokserve.protocol.params import SamplingParams
 from tokserve.train import PolicyModel
 

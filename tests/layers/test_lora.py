@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from tokserve.families.quantization.methods import METHODS
-from tokserve.features.lora.layer import LoraSlots, LowRank
+from tokserve.features.lora.layer import LoraSlots
 from tokserve.features.weights.checksums import checksums
 from tokserve.layers.linear import GatedLinear, Linear
+from tokserve.layers.low_rank import LowRank
 from tokserve.layers.mlp import GatedMLP, MLPSpec
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.quant import UNQUANTIZED, QuantMethod

@@ -17,7 +17,7 @@ from tokserve.features.images.media import fetch
 from tokserve.features.images.media.fetch import Fetcher
 from tokserve.features.images.media.hosts import AllowedHosts
 from tokserve.features.images.media.sources import ImageSources
-from tokserve.features.images.parts import ImageUrl
+from tokserve.protocol.images import ImageUrl
 
 FIELD = "content_parts[0].url"
 

@@ -16,7 +16,6 @@ from tokserve.dialects.openai.response_tools import ToolTable
 from tokserve.features.chat.chat import ChatTemplate
 from tokserve.features.images.parts import (
     ImageSlots,
-    ImageUrl,
     UnreadImage,
     anthropic_block,
     chat_part,
@@ -24,6 +23,7 @@ from tokserve.features.images.parts import (
     content_parts,
     expand,
 )
+from tokserve.protocol.images import ImageUrl
 from tokserve.text.tokenizer import Tokenizer
 
 PIXEL = "data:image/png;base64,AAAA"

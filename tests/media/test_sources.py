@@ -12,7 +12,7 @@ import pytest
 from tokserve.base.errors import Overloaded, RequestError, StartError
 from tokserve.config import MediaConfig
 from tokserve.features.images.media.sources import PIECE, ImageSources
-from tokserve.features.images.parts import ImageUrl
+from tokserve.protocol.images import ImageUrl
 
 FIELD = "messages[0].content[1].image_url.url"
 

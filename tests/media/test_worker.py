@@ -22,9 +22,8 @@ from tokserve import checkpoint
 from tokserve.base.errors import RequestError
 from tokserve.config import Config
 from tokserve.features.images.media.images import ImageReader, PreparedImage
-from tokserve.features.images.parts import ImageUrl
-from tokserve.features.images.vision import decode_image, image_format, image_grid
-from tokserve.protocol.images import Grid
+from tokserve.features.images.vision import decode_image, image_format
+from tokserve.protocol.images import Grid, ImageUrl, image_grid
 
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessorFast",

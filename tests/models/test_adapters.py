@@ -15,7 +15,7 @@ from tests.adapters import write_adapter
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import RequestError
 from tokserve.features.lora import adapter_files
-from tokserve.features.lora.layer import LowRank
+from tokserve.layers.low_rank import LowRank
 from tokserve.models.spec import HEADLESS
 
 HIDDEN, INNER = 64, 160

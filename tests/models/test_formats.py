@@ -194,7 +194,7 @@ def test_a_custom_format_is_loaded_and_kept_as_stored(tmp_path: Path, monkeypatc
     expected = logits(directory)
     rewrite(directory, halves)
     method = SumMethod()
-    monkeypatch.setattr(pick, "checkpoint_format", lambda hf: Sums())
+    monkeypatch.setattr("tokserve.models.spec.checkpoint_format", lambda hf: Sums())
     monkeypatch.setitem(METHODS, "sums", method)
     decoder = opened(directory, quantization="sums")
     assert torch.equal(prefill(decoder, IDS), expected)
@@ -241,7 +241,7 @@ ALLOWED = {  # files that may name float8 or int8
     "runner/device.py": "what a device can multiply",
     "protocol/kv_spec.py": "the cache's dtype",
     "runner/kvcache.py": "the cache's dtype",
-    "families/quantization/kv_scales.py": "the cache's scales",
+    "models/kv_scales.py": "the cache's scales",
     "models/load.py": "the cache's scales",
     "families/hf/load.py": "the cache's dtype",
     "rl/deltas.py": "the names of safetensors' dtypes",

@@ -17,7 +17,6 @@ from tests.runner.drive import plan_of
 from tests.tiny_models import tiny_gemma_vision_config, write_checkpoint
 from tokserve import checkpoint
 from tokserve.base.errors import RequestError, StartError
-from tokserve.features.images.attention_rows import divide
 from tokserve.features.images.siglip import SiglipSpec
 from tokserve.features.images.vision import check_image, decode_image, encode_image, image_format
 from tokserve.layers.attention import AttentionSpec
@@ -25,6 +24,7 @@ from tokserve.models.load import load as load_model
 from tokserve.models.registry import decoder_spec
 from tokserve.protocol.images import KIND, Grid
 from tokserve.protocol.prompt import Feature
+from tokserve.runner.tables.attention_rows import divide
 
 
 @pytest.mark.parametrize("window", [8, 24, 40])  # an image has 16 tokens

@@ -139,4 +139,4 @@ def test_messages_have_the_name_of_a_gguf_file_and_its_types(tmp_path: Path) -> 
 
 
 def test_a_name_that_is_too_long_for_a_file_is_that_of_no_gguf_file() -> None:
-    assert checkpoint.gguf_file("/" + "a" * 4000) is None
+    assert checkpoint.single_file("/" + "a" * 4000) is None

@@ -9,9 +9,8 @@ import pytest
 from transformers import AutoConfig, PretrainedConfig
 
 from tests.tiny_families import FAMILIES
-from tests.tiny_models import tiny_config
+from tests.tiny_models import mixtures_of, tiny_config
 from tokserve.base.errors import StartError
-from tokserve.families.mixtures.routed import mixtures_of
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import RopeSpec
 from tokserve.models.block import AROUND

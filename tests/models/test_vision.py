@@ -48,7 +48,7 @@ def test_images_have_the_same_bits_in_any_batch_and_chunk_and_after_preemption(
 
 
 def table_of(runner: Runner) -> FeatureTable:
-    return next(feature for feature in runner.features if isinstance(feature, FeatureTable))
+    return next(feature for feature in runner.hooks.features if isinstance(feature, FeatureTable))
 
 
 def test_an_image_is_encoded_once_until_weights_change(tmp_path: Path) -> None:

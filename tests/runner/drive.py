@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -34,6 +34,7 @@ from tokserve.runner import device
 from tokserve.runner.runner import Runner
 from tokserve.runner.startup import load
 
+F = TypeVar("F")
 Row = tuple[float, int, list[int], list[float]]  # logprob, rank, top ids, top logprobs
 Mask = tuple[int, list[int], float, float]  # count, ids, logprob, kept logprob
 
@@ -54,6 +55,12 @@ def make_runner(directory: Path, hf: dict[str, Any], **options: Any) -> tuple[Ru
         "max_logprobs": -1,
     }
     return load(Config.make(**(defaults | options)))
+
+
+def feature(runner: Runner, kind: type[F]) -> F:
+    """A runner's feature of this class."""
+    (one,) = (feature for feature in runner.hooks.features if isinstance(feature, kind))
+    return one
 
 
 def on_either_device(kind: str, directory: Path, **options: Any) -> tuple[Runner, DeviceFacts]:

@@ -25,10 +25,10 @@ from tokserve.gpu.device_slots import DeviceSlots
 from tokserve.protocol.params import SamplingParams, ThinkingMarkers
 from tokserve.protocol.plan import OK, DeviceFacts, NewRow, StepPlan
 from tokserve.runner import device
-from tokserve.runner.host_slots import HostSlots
 from tokserve.runner.runner import Runner
-from tokserve.runner.slots import logit_lengths
 from tokserve.runner.steps import PendingResult
+from tokserve.runner.tables.host_slots import HostSlots
+from tokserve.runner.tables.slots import logit_lengths
 
 Loaded = tuple[Runner, DeviceFacts, FakeDevice]
 

@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.runner.drive import feature
 from tests.runner.test_weight_sync import Trainer, announcement, feed, outcome, segment, start
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import Conflict, RequestError
@@ -30,6 +31,7 @@ from tokserve.features.weights import delta_sources
 from tokserve.features.weights.checksums import checksums
 from tokserve.features.weights.coordinates import Coordinates
 from tokserve.features.weights.delta_staging import DeltaStaging
+from tokserve.features.weights.runner_feature import RunnerUpdates
 from tokserve.features.weights.weight_sources import Announcement
 from tokserve.rl import WeightsError
 from tokserve.rl import checksums as digests
@@ -178,7 +180,7 @@ def test_an_update_has_one_label_and_each_tensor_once(tmp_path: Path, monkeypatc
         with pytest.raises(RequestError, match="must have the same versions and checksums"):
             feed(served.runner, body(second, other), last=True)
     served.begin(label)
-    staging = served.runner._admin._sync._staging
+    staging = feature(served.runner, RunnerUpdates).sync._staging
     info, tensors = sparse_broadcast({first: deltas[first]}, {first: served.pushed.described[first][1]})
     sent = iter(tensors * 2)
     monkeypatch.setattr(delta_sources, "receive", lambda _, named, packed: [(name, next(sent)) for name, *_ in named])

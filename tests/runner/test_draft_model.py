@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runner.drive import Driver, Job, make_runner, plan_of
+from tests.runner.drive import Driver, Job, feature, make_runner, plan_of
 from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import jobs, outcomes, prompt
 from tests.tiny_models import tiny_config
 from tokserve.base.errors import StartError
 from tokserve.features.speculation import draft_model
+from tokserve.features.speculation.draft_model import DraftModel
 from tokserve.features.speculation.draft_progress import DraftProgress
+from tokserve.features.weights.runner_feature import RunnerUpdates
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import DRAWN, DeviceFacts, NewRow, StepPlan
 from tokserve.runner import device
@@ -210,14 +212,14 @@ def test_the_quantized_copy_follows_the_weights(tmp_path: Path) -> None:
 
     expected = outcomes(Driver(other, other_facts).run(requests()))
     runner.background("begin_update", {"have_weights": True})
-    staging = runner._admin._sync._staging
+    staging = feature(runner, RunnerUpdates).sync._staging
     assert staging is not None
     for name, parameter in other.model.parameters_by_name().items():
         place = parameter.places()[0]
         staging.push(name, place.read(0, parameter.shape[0]).clone())
     runner.background("finish_update", {})
-    copies = runner.draft_model
-    assert copies is not None and copies.num_bytes() > 0
+    copies = feature(runner, DraftModel)
+    assert copies.num_bytes()["draft_bytes"] > 0
     runner.call("commit_update", {})
     runner.background("forget_weights", {})
     for accepted in (False, True):  # the first run is drafted for by old and new weights
@@ -226,7 +228,7 @@ def test_the_quantized_copy_follows_the_weights(tmp_path: Path) -> None:
         if accepted:
             assert driver.accepted > 4 * driver.rejected
     runner.call("release", {"tags": ["weights"]})
-    copies.on_weights_lost(runner.model)  # again
+    copies.on_weights()  # again
 
 
 def test_unsuitable_draft_models_are_refused(tmp_path: Path) -> None:

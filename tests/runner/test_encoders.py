@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from tests.runner.drive import plan_of
 from tests.tiny_models import write_checkpoint
 from tokserve.base.errors import StartError
+from tokserve.checkpoint.architectures import ENCODERS, ENDINGS
 from tokserve.config import Config
 from tokserve.config.resolve import resolve
-from tokserve.features.pooling.encoders import ENDINGS, FAMILIES
 from tokserve.protocol.params import PoolingParams
 from tokserve.protocol.plan import NewRow
 from tokserve.runner.runner import Runner
@@ -103,7 +103,7 @@ def threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("ending", ["Model", "ForSequenceClassification", "ForTokenClassification"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ENCODERS)
 def test_results_equal_transformers_and_do_not_depend_on_the_batch(tmp_path: Path, family: str, ending: str) -> None:
     model = checkpoint(tmp_path, family, ending)
     expected = [hidden_states(model, ids, second) for ids, second in zip(PROMPTS, SECONDS, strict=True)]
@@ -124,7 +124,7 @@ def test_results_equal_transformers_and_do_not_depend_on_the_batch(tmp_path: Pat
                 assert vector.tobytes() == alone[number].tobytes(), (kind, number, order)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ENCODERS)
 def test_bfloat16_is_near_and_does_not_depend_on_the_batch(tmp_path: Path, family: str) -> None:
     model = checkpoint(tmp_path, family, "Model")
     runner = runner_of(tmp_path, dtype="bfloat16")
@@ -137,7 +137,7 @@ def test_bfloat16_is_near_and_does_not_depend_on_the_batch(tmp_path: Path, famil
 
 
 def test_random_checkpoints_have_the_names_that_transformers_reads(tmp_path: Path) -> None:
-    for family in FAMILIES:
+    for family in ENCODERS:
         config = {**SIZES, "max_position_embeddings": 300, "architectures": [f"{family}Model"], **CHANGES[family]}
         model_type = {"XLMRoberta": "xlm-roberta"}.get(family, family.lower())
         write_checkpoint(tmp_path / family, config | {"model_type": model_type, "dtype": "float32"})
@@ -148,7 +148,7 @@ def test_random_checkpoints_have_the_names_that_transformers_reads(tmp_path: Pat
 
 
 def test_checkpoints_with_unused_heads_and_older_names(tmp_path: Path) -> None:
-    for family in FAMILIES:
+    for family in ENCODERS:
         model = checkpoint(tmp_path / family, family, "ForMaskedLM")
         expected = hidden_states(getattr(model, model.base_model_prefix), PROMPTS[1], -1)
         result = pooled(runner_of(tmp_path / family), [1], PoolingParams("all", normalize=False))

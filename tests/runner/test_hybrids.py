@@ -18,12 +18,12 @@ from tests.runner.test_with_engine import KINDS, RealEngine
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import StartError
 from tokserve.engine.request import Request
-from tokserve.families.recurrent.states import StateTable
 from tokserve.protocol.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
 from tokserve.protocol.logprobs import Logprobs
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import NewRow
 from tokserve.runner import device, kvcache
+from tokserve.runner.tables.states import StateTable
 from tokserve.train import PolicyModel
 
 FAMILIES = ["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "qwen3_5_text"))]

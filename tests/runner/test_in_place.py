@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from tests.models.test_load import rewrite, stored
+from tests.runner.drive import feature
 from tests.runner.test_cuda import make
 from tests.runner.test_kv_scales import come_of, update
 from tests.runner.test_weight_sync import by_stream
 from tests.tiny_models import tiny_config, write_checkpoint
-from tokserve.features.weights.in_place import copy_weights, tensors_of
+from tokserve.features.weights.runner_feature import RunnerUpdates
+from tokserve.models.in_place import copy_weights, tensors_of
 
 HF = tiny_config("qwen3") | {"num_hidden_layers": 1}
 
@@ -33,7 +35,7 @@ def test_a_commit_on_a_device_keeps_captured_graphs(tmp_path: Path, eager: bool)
     assert (runner.model is model) is not eager and fake.captured == captured
     if not eager:
         assert {name: tensor.data_ptr() for name, tensor in tensors_of(runner.model)} == places
-        assert runner._admin._sync._old is not None  # given back beside the steps, after the copies
+        assert feature(runner, RunnerUpdates).sync._old is not None  # given back beside the steps, after the copies
     runner.background("forget_weights", {})
     other, layout, _ = make(new, HF, **options)
     assert come_of(runner, facts) == come_of(other, layout) != before

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runner.drive import make_runner
+from tests.runner.drive import feature, make_runner
 from tokserve.base.errors import StartError
-from tokserve.features.kv.kv_copies import KVCopies
+from tokserve.features.kv.kv_copies import KVCopies, RunnerCopies
 from tokserve.features.kv.kv_identity import weights_digest
 
 QWEN = {
@@ -33,8 +33,9 @@ QWEN = {
 
 def copies(tmp_path: Path, **options: Any) -> tuple[Any, KVCopies]:
     runner, _ = make_runner(tmp_path, QWEN, kv_offloading_size=0.01, **options)
-    assert runner.copies is not None
-    return runner, runner.copies
+    kept = feature(runner, RunnerCopies).copies
+    assert kept is not None
+    return runner, kept
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -16,7 +16,7 @@ from tokserve.protocol.plan import GrammarBitmask, NewRow
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.pipeline import Pipeline
 from tokserve.runner.processors import is_extreme
-from tokserve.runner.slots import Slots
+from tokserve.runner.tables.slots import Slots
 
 VOCAB, LENGTH = 12, 40
 PROMPT = [1, 2, 3, 2]

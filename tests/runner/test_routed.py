@@ -8,12 +8,12 @@ import torch
 
 from tests.runner.drive import plan_of
 from tests.tiny_models import tiny_config
-from tokserve.families.mixtures.routed import RoutedTable
 from tokserve.models.registry import decoder_spec
 from tokserve.protocol.kv_spec import KVLayout
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import NewRow
-from tokserve.runner.host_slots import HostSlots
+from tokserve.runner.tables.host_slots import HostSlots
+from tokserve.runner.tables.routed import RoutedTable
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(256, np.uint8), (257, np.uint16), (512, np.uint16)])

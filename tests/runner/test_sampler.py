@@ -19,7 +19,7 @@ from tokserve.rl import sticky_seeds
 from tokserve.runner.device import Host
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.sampler import SampledTokens, Sampler
-from tokserve.runner.slots import SamplingColumns, Slots
+from tokserve.runner.tables.slots import SamplingColumns, Slots
 
 VOCAB = 24
 PROMPT, OUTPUT = [3, 3, 7, 0], [5, 5, 7, 1]

@@ -29,7 +29,7 @@ from tokserve.protocol.params import MASK_TOO_LONG, WHOLE_VOCABULARY, SamplingPa
 from tokserve.protocol.plan import NewRow, StepResult, decode_hook, encode
 from tokserve.runner.device import Host
 from tokserve.runner.sampler import SampledTokens, Sampler
-from tokserve.runner.slots import Slots
+from tokserve.runner.tables.slots import Slots
 
 
 def with_mask(**options: Any) -> SamplingParams:

@@ -6,8 +6,8 @@ import pytest
 from tests.runner.drive import plan_of
 from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.protocol.plan import NewRow, StepPlan
-from tokserve.runner.host_slots import HostSlots
-from tokserve.runner.slots import MAX_TEMPERATURE, MIN_TEMPERATURE, last_indices, logit_lengths
+from tokserve.runner.tables.host_slots import HostSlots
+from tokserve.runner.tables.slots import MAX_TEMPERATURE, MIN_TEMPERATURE, last_indices, logit_lengths
 
 SEQS, LENGTH, BLOCK = 6, 50, 4
 

@@ -24,10 +24,11 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from tests.ports import free_port
-from tests.runner.drive import Driver, Job
+from tests.runner.drive import Driver, Job, feature
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import Conflict, Forbidden, RequestError, TransferFailed
 from tokserve.config import Config
+from tokserve.features.weights.runner_feature import RunnerUpdates
 from tokserve.models import weights
 from tokserve.models.formats import is_finite
 from tokserve.protocol.params import SamplingParams
@@ -173,7 +174,7 @@ def by_gloo(runner: Runner, tensors: Tensors, packed: bool = False, limit: int =
     runner.background("receive_update", {"source": source})
     sending.join()
     trainer.die()
-    group = runner._admin._sync._group
+    group = feature(runner, RunnerUpdates).sync._group
     assert runner.background("shutdown_weight_transfer", {}) == {"message": "Weight transfer shut down"}
     assert group is not None
     with pytest.raises(TransferError, match="is broken"):
@@ -200,9 +201,9 @@ def test_a_commit_serves_what_a_start_with_the_new_weights_serves(
     assert runner.background("checksums", {}) == before
     runner.call("commit_update", {})
     assert outcome(runner, facts) == bench.want_new
-    assert runner._admin._sync._old is not None
+    assert feature(runner, RunnerUpdates).sync._old is not None
     runner.background("forget_weights", {})
-    assert runner._admin._sync._old is None
+    assert feature(runner, RunnerUpdates).sync._old is None
     after, (other, _) = runner.background("checksums", {}), start(bench.new)
     assert after != before and after == other.background("checksums", {})
 

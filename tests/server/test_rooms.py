@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from typing import Annotated
@@ -47,9 +48,19 @@ def test_the_paths_of_a_room_are_those_of_its_routes(name: str) -> None:
 @pytest.mark.parametrize("name", rooms())
 def test_what_a_room_adds_can_be_imported(name: str) -> None:
     room = rooms()[name]
-    for kind in Room.__dataclass_fields__.keys() - {"needs", "paths"}:
+    for kind in Room.__dataclass_fields__.keys() - {"needs", "paths", "parts", "requires"}:
         if place := getattr(room, kind):
             assert imported(place) is not None
+    for place in room.parts.values():
+        if name != "ray" or importlib.util.find_spec("ray") is not None:
+            assert imported(place) is not None
+
+
+def test_a_part_of_an_absent_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    present = {name: room for name, room in rooms().items() if name != "ranks"}
+    monkeypatch.setattr(table, "rooms", lambda: present)
+    with pytest.raises(StartError, match=r"features\.ranks is not part of this installation"):
+        table.part("ranks", "executor")
 
 
 def test_each_room_has_its_paths_once() -> None:

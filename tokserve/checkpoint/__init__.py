@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokserve.base.errors import StartError
-from tokserve.families.gguf import config as gguf_config
-from tokserve.families.gguf.header import SUFFIX
+from tokserve.base.rooms import contributions
 
 DEMO_DIR = Path(__file__).parents[1] / "demo_model"
 ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]
@@ -37,16 +38,40 @@ NESTED = {  # architectures that read images; the attributes of the text model a
 }
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """Models in files whose header says what a checkpoint's JSON files say.
+
+    `unpack`: makes a temporary directory of a header, which stands for the file and is deleted when this process ends.
+    Of such a directory, `files` are those that it stands for, `name` is the file as it was named and the types of its
+    matrices, `without_tokenizer` why it has no tokenizer; they return None for other directories.  `sources`: the
+    import string of a function of the files that returns by name where each tensor lies, a `models.weights.Source`.
+    """
+
+    suffix: str
+    unpack: Callable[[Path], Path]
+    files: Callable[[Path], list[Path] | None]
+    name: Callable[[Path], tuple[str, str] | None]
+    without_tokenizer: Callable[[Path], str | None]
+    sources: str
+
+
+def model_files() -> Iterator[ModelFiles]:
+    """The kinds of such files that can be read."""
+    return (kind for _, kind in contributions("model_files"))
+
+
 def locate(model: str, *, weights: bool = True, what: str = "model") -> Path:
-    """The local directory of `model`; downloaded from the hub if it is a hub name.  `what`: its name in errors.  A GGUF
-    file becomes a temporary directory with what its header says; the weights are read from the file."""
+    """The local directory of `model`; downloaded from the hub if it is a hub name.  `what`: its name in errors.  A file
+    becomes a temporary directory with what its header says; the weights are read from the file."""
     if model == "demo":
         return DEMO_DIR
     path = Path(model).expanduser()
     if os.path.isdir(path):  # False for a directory without access and for a name that is too long
         return path
-    if path.suffix == SUFFIX and os.path.isfile(path):
-        return gguf_config.unpacked(path)
+    for kind in model_files():
+        if path.suffix == kind.suffix and os.path.isfile(path):
+            return kind.unpack(path)
     if not _may_be_hub_name(model):
         raise StartError(
             f"{what} {model!r} is neither a directory, nor a GGUF file, nor 'demo', nor a hub name 'owner/name'"
@@ -65,21 +90,23 @@ def _may_be_hub_name(name: str) -> bool:
     return not Path(name).is_absolute() and not name.startswith((".", "~")) and name.count("/") == 1
 
 
-def gguf_file(model: str) -> tuple[str, str] | None:
-    """The GGUF file that a located model was made of, and the types of its matrices; None: it is no such."""
-    return gguf_config.file_name(Path(model))
+def single_file(model: str) -> tuple[str, str] | None:
+    """The file that the directory of a located model stands for, and the types of its matrices; None: it is a
+    checkpoint's own directory."""
+    return next((name for kind in model_files() if (name := kind.name(Path(model))) is not None), None)
 
 
 def given_name(model: str) -> str:
     """The name of a located model for people: of a GGUF file, the file's, not that of the directory made of it."""
-    source = gguf_file(model)
+    source = single_file(model)
     return model if source is None else source[0]
 
 
 def without_tokenizer(directory: Path) -> str:
     """Why there is no tokenizer in a directory: it was made of a GGUF file that has none, or holds no file of one."""
-    if reason := gguf_config.without_tokenizer(directory):
-        return reason
+    for kind in model_files():
+        if reason := kind.without_tokenizer(directory):
+            return reason
     older = next((name for name in OLDER_TOKENIZERS if (directory / name).is_file()), None)
     if older is None:
         return f"{directory} holds no tokenizer.json"

@@ -20,6 +20,7 @@ from typing import Any
 from tokserve.base.errors import RequestError, StartError
 from tokserve.base.memory import LOOK, FullCollections, keep_apart
 from tokserve.base.processes import wake_promptly
+from tokserve.base.rooms import part
 from tokserve.cli.listen import BACKLOG
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.outputs import StepStats, total
@@ -134,11 +135,11 @@ def http_server(llm: AsyncLLM, config: Config, api_process: ApiProcess | None) -
 def _tracing(config: Config) -> Any:
     """The tracing.  Raises StartError if its package is missing."""
     try:
-        from tokserve.features.observe.tracing import Tracing
+        tracing = part("observe", "tracing")
     except ImportError:
         raise StartError("otlp_traces_endpoint needs OpenTelemetry: pip install 'tokserve[otel]'") from None
     names = config.server.served_model_name or [config.model.model]
-    return Tracing(names[0], config.logs.otlp_traces_endpoint or "")
+    return tracing(names[0], config.logs.otlp_traces_endpoint or "")
 
 
 def _stopper(server: Any, app: Any, llm: AsyncLLM, timeout: float) -> Callable[[], None]:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import tokserve
 from tokserve.base.errors import StartError
-from tokserve.bench.cli import add_bench, bench
+from tokserve.base.rooms import part, rooms
 from tokserve.cli.help import add_help
 from tokserve.cli.options import add_flags, add_foreign_flags
 from tokserve.cli.words import completed, dashed, read_options
@@ -48,7 +48,8 @@ def parser() -> argparse.ArgumentParser:
     add_flags(serve, skip=("model",))
     add_foreign_flags(serve)
     serve.set_defaults(parser=serve)
-    add_bench(commands)
+    if "bench" in rooms():
+        part("bench", "add_commands")(commands)
     return root
 
 
@@ -133,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 signal.signal(signal.SIGINT, signal.default_int_handler)  # clean up on Ctrl-C
             if values["kind"] == "offline" and not values["model"]:
                 _no_model(chosen)
-            code = bench(values)
+            code = part("bench", "run")(values)
         else:
             from tokserve.cli.serve import serve
 

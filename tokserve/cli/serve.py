@@ -11,23 +11,35 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import uvloop
 
 import tokserve
 from tokserve.base import log, one_blas_thread  # noqa: F401
 from tokserve.base.errors import StartError
+from tokserve.base.rooms import part
 from tokserve.cli import listen
 from tokserve.cli.banner import log_ready
 from tokserve.cli.http import ApiServer, Signals, report
+from tokserve.client.async_llm import AsyncLLM
 from tokserve.config import SECRET, WITHOUT_EFFECT, Config, option_values
 from tokserve.config.resolve import model_name, resolve
 from tokserve.config.vllm import own_options
-from tokserve.features.fleet.supervisor import Supervisor
-from tokserve.features.ranks import headless
 
 logger = logging.getLogger("tokserve.serve")
+
+
+class FrontEnd(Protocol):
+    """What serves HTTP, in this process or in several."""
+
+    llm: AsyncLLM
+
+    async def start(self) -> None: ...
+
+    async def serve(self, sock: socket.socket, signals: Signals) -> int: ...
+
+    async def end(self) -> None: ...
 
 
 def serve(values: dict[str, Any]) -> int:
@@ -49,7 +61,8 @@ def serve_config(
         config = resolve(options)
         if config.parallel.headless:
             _log_options(options, config)
-            return headless.hold(config)
+            code: int = part("ranks", "hold")(config)
+            return code
         with listen.bind(config) as sock:
             _log_options(options, config)
             return uvloop.run(_run(config, sock, started, make_server))
@@ -77,7 +90,8 @@ def _log_options(options: Config, config: Config) -> None:
 
 
 async def _run(config: Config, sock: socket.socket, started: float, make_server: Callable[[Config], ApiServer]) -> int:
-    front = make_server(config) if config.server.api_server_count == 1 else Supervisor(config, sock)
+    several = config.server.api_server_count > 1
+    front: FrontEnd = part("fleet", "supervisor")(config, sock) if several else make_server(config)
     starting = asyncio.create_task(front.start())
     signals = Signals(starting.cancel)
     try:

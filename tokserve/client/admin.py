@@ -7,7 +7,6 @@ but `AdapterLoads`.  Names are those of vLLM's AsyncLLM.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,8 @@ from functools import cached_property
 from typing import Any
 
 from tokserve.base.errors import Conflict, EngineDead, RequestError
-from tokserve.features.lora.lora_requests import AdapterLoads, LoRARequest
+from tokserve.base.rooms import part
+from tokserve.protocol.adapter_choice import LoRARequest
 from tokserve.protocol.commands import UpdateFromDirectory
 from tokserve.protocol.messages import Status
 from tokserve.protocol.prompt import pack_ids
@@ -220,9 +220,7 @@ class AdminMethods(ABC):
 
     async def _update_by_tensors(self, weights: Any) -> None:
         """Push tensors of this process, in the update that is open, else as a complete one."""
-        files = importlib.import_module("tokserve.rl.weight_pairs").weight_files(
-            weights
-        )  # loads torch, as its caller has
+        files = part("weights", "files")(weights)  # loads torch, as its caller has
         with closing(files):
             await self._update_by_files(next(files), files)
 
@@ -314,13 +312,14 @@ class AdminMethods(ABC):
         await self.call("unload_lora_adapter", lora_name=lora_name)
 
     @cached_property
-    def adapter_loads(self) -> AdapterLoads:
-        """What `add_lora` has loaded."""
-        return AdapterLoads(self.load_lora_adapter, self.fresh_status)
+    def adapter_loads(self) -> Any:
+        """What `add_lora` has loaded, a `features.lora.lora_requests.AdapterLoads`.  Raises StartError without it."""
+        return part("lora", "loads")(self.load_lora_adapter, self.fresh_status)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter unless it is loaded, with this number, from these files; returns whether it was loaded."""
-        return await self.adapter_loads.ensure(lora_request)
+        loaded: bool = await self.adapter_loads.ensure(lora_request)
+        return loaded
 
     async def list_loras(self) -> dict[str, str]:
         """The loaded adapters: name to path."""

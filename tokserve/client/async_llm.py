@@ -15,11 +15,11 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Self
 
 from tokserve import checkpoint
 from tokserve.base.errors import EngineDead
+from tokserve.base.rooms import part, request_part, rooms
 from tokserve.base.structs import prepare_structs
 from tokserve.client.admin import AdminMethods
 from tokserve.client.announcement import RequestAnnouncement
@@ -36,16 +36,10 @@ from tokserve.client.sampling_params import RequestOutputKind, output_rules, sam
 from tokserve.client.stream import Stream, collect
 from tokserve.config import Config
 from tokserve.config.resolve import resolve
-from tokserve.features.chat.chat import ChatTemplate
-from tokserve.features.chat.prompts import Prompt, Tokenization, read, tokenization
-from tokserve.features.fleet.replicas import Replicas
-from tokserve.features.images.media.images import ImageReader, refuse_images, with_images
-from tokserve.features.images.parts import ImageUrl
-from tokserve.features.images.vision import image_format
-from tokserve.features.lora.lora_requests import AdapterChoice, LoRARequest, adapter_name
-from tokserve.features.weights.weight_pushes import WeightPushes
+from tokserve.protocol.adapter_choice import AdapterChoice, LoRARequest, adapter_name
+from tokserve.protocol.images import ImageUrl
 from tokserve.protocol.params import PoolingParams, RequestOptions, SamplingParams
-from tokserve.protocol.prompt import TokenPrompt, unpack_ids
+from tokserve.protocol.prompt import TokenPrompt
 from tokserve.text.tokenizer import Tokenizer
 
 __all__ = ["AsyncLLM", "ChoiceOutput", "GenerateRequest", "StepStats", "Stream", "collect"]
@@ -86,13 +80,12 @@ class AsyncLLM(AdminMethods):
         self.config = config
         self._text = text and not config.server.tokens_only
         several = config.parallel.data_parallel_size > 1
-        self._engine: EngineClient | Replicas = Replicas(config) if several else EngineClient(config)
-        self._pushes = WeightPushes(self)
+        self._engine: EngineClient = part("fleet", "replicas")(config) if several else EngineClient(config)
         self._inputs: Inputs | None = None
         self._tokenizer: Tokenizer | None = None
         self._transformers_tokenizer: Any = None
         self._tokenizer_lock = threading.Lock()
-        self._images: ImageReader | None = None
+        self._images: Any = None
         self._joined = False  # `start` or `connect` was called
         self._starting: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
@@ -183,14 +176,16 @@ class AsyncLLM(AdminMethods):
     # --- state ---
 
     @cached_property
-    def images(self) -> ImageReader | None:
-        """Reads the images of prompts; None: the model takes none.  Raises StartError for a checkpoint or options that
-        no image can be read with."""
-        model = self.config.model
-        hf = checkpoint.hf_config(Path(model.model)) | (model.hf_overrides or {})
-        kind = image_format(Path(model.model), hf)
-        self._images = None if kind is None else ImageReader(self.config, kind)
+    def images(self) -> Any:
+        """Reads the images of prompts, an `ImageReader` of `features.images.media.images`; None: the model takes none.
+        Raises StartError for a checkpoint or options that no image can be read with."""
+        self._images = part("images", "make_reader")(self.config) if "images" in rooms() else None
         return self._images
+
+    @cached_property
+    def _pushes(self) -> Any:
+        """Pushes of tensors, `features.weights.weight_pushes.WeightPushes`.  Raises StartError without it."""
+        return part("weights", "pushes")(self)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -209,7 +204,7 @@ class AsyncLLM(AdminMethods):
             return None
         if self._transformers_tokenizer is None:
             override = self.config.server.chat_template
-            template = None if override is None else ChatTemplate(self.tokenizer, override)
+            template = None if override is None else part("chat", "template")(self.tokenizer, override).sources
             self._transformers_tokenizer = transformers_tokenizer(self.config, template)
         return self._transformers_tokenizer
 
@@ -269,7 +264,7 @@ class AsyncLLM(AdminMethods):
 
     async def generate(
         self,
-        prompt: Prompt,
+        prompt: Any,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
@@ -285,11 +280,9 @@ class AsyncLLM(AdminMethods):
         `LLM.generate`, everything else as in `stream`, but a `LoRARequest` with a path is loaded if necessary.
         """
         await self.ensure_started()
-        how = tokenization(tokenization_kwargs)
         given = generation_defaults(self.config.model) if sampling_params is None else sampling_params
         rules, params, context = output_rules(given), sampling_of(given), self.ready.max_model_len - 1
-        parsed = how.shorten(read(prompt, self.tokenizer, how), context)
-        parsed = Tokenization(keep=rules.keep).shorten(parsed, context)
+        parsed = part("chat", "read_prompt")(prompt, self.tokenizer, tokenization_kwargs, rules.keep, context)
         if isinstance(lora_request, LoRARequest) and lora_request.path:
             await self.add_lora(lora_request)
         options = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT}
@@ -344,11 +337,10 @@ class AsyncLLM(AdminMethods):
     async def with_images(self, prompt_ids: Sequence[int] | bytes, images: Sequence[ImageUrl]) -> TokenPrompt:
         """A prompt whose ids have one placeholder for each image.  Raises RequestError for what is wrong with them."""
         prompt = token_prompt(prompt_ids, self.ready.vocab_size)
-        reader = self.images if images else None
-        if reader is None:
-            refuse_images(images)
+        if not images:
             return prompt
-        return with_images(unpack_ids(prompt.ids), await reader.fetch(images), reader.kind.token_id, "prompts")
+        prompt = await request_part("images", "read_images", images[0].field)(self.images, prompt, images)
+        return prompt
 
     def prepare(self, request: GenerateRequest) -> RequestState:
         """Check a request without sending it; in any thread.  Raises RequestError, EngineDead."""

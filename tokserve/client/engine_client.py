@@ -20,7 +20,7 @@ from tokserve.base.processes import see_log
 from tokserve.client.announcement import RequestAnnouncement
 from tokserve.client.client_socket import ClientSocket
 from tokserve.client.heartbeat import Heartbeat
-from tokserve.client.launch import EngineHandle, watch
+from tokserve.client.launch import EngineHandle, start_engine, watch
 from tokserve.client.outputs import EngineReport, Ready, Status, StepStats
 from tokserve.client.request_state import RequestState
 from tokserve.client.requests import Requests
@@ -40,7 +40,6 @@ from tokserve.protocol.messages import (
     SubmitReply,
     ToEngine,
 )
-from tokserve.ray.placement import start_engine
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 
 from tokserve.base.errors import RequestError, mistyped
+from tokserve.base.rooms import request_part, require_room
 from tokserve.client.form_defaults import FormDefaults
 from tokserve.client.request_state import ChoiceState, DeliveryRules, RequestState
 from tokserve.config import Config, LimitsConfig
-from tokserve.features.kv.transfer_check import check_transfer
 from tokserve.protocol.candidates import FIELD, Int32, candidate_rows
 from tokserve.protocol.messages import EngineRequest, Ready
 from tokserve.protocol.params import PoolingParams, RequestOptions, SamplingParams, check_ranges, wrap_seed
@@ -127,6 +127,10 @@ class Inputs:
             raise RequestError(POOLS, field="model", code="unsupported")
         if params.structured_outputs is not None:
             params = msgspec.structs.replace(params, structured_outputs=self._forms.apply(params.structured_outputs))
+        if params.structured_outputs is not None:
+            require_room("grammar", "structured_outputs")
+        if params.return_sampling_mask:
+            require_room("masks", "return_sampling_mask")
         _check_extra(params)
         check_lists(params, self._limits, self.ready.vocab_size)
         length = self._check_prompt(request.prompt.ids, outputs=int(params.max_tokens != 0))
@@ -289,9 +293,12 @@ class Inputs:
 
     def _check_request(self, request: GenerateRequest) -> None:
         request.options.validate()
+        if request.options.spec_decode_metrics is not None:
+            require_room("speculation", "spec_decode_metrics")
         if request.options.priority and not self._has_priority:
             _refuse("priority", "is not served with --scheduling-policy fcfs")
         if request.options.kv_transfer_params is not None:
+            check_transfer = request_part("kv", "check_transfer", "kv_transfer_params")
             check_transfer(request.options.kv_transfer_params, self._transfer, self.ready.num_blocks)
         rank = request.options.data_parallel_rank
         if rank is not None and rank >= self._num_engines:

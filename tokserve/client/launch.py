@@ -24,6 +24,7 @@ import msgspec
 from tokserve.base.curve import ClientKeys, EngineKeys
 from tokserve.base.errors import StartError
 from tokserve.base.processes import describe_exit, see_log
+from tokserve.base.rooms import part
 from tokserve.config import Config
 
 COMMAND = (sys.executable, "-P", "-m", "tokserve.engine.process")  # -P: not a folder `tokserve` of where we are
@@ -161,6 +162,17 @@ class EngineProcess(ChildProcess):
             return await super().stop(patience)
         finally:
             self._close_stdin()
+
+
+def start_engine(config: Config, name: str, environment: Mapping[str, str] | None = None) -> EngineHandle:
+    """Start an engine where `config` says: as a child process of this one, or on a node of a Ray cluster.  `name`: in
+    its log.  `environment`: of a child process.  Raises StartError, OSError."""
+    if (option := config.parallel.on_ray) is not None:
+        part("ray", "prepare")(option)
+    if config.parallel.data_parallel_backend != "ray":
+        return EngineProcess(config, name=name, environment=environment)
+    engine: EngineHandle = part("ray", "engine")(config, name)
+    return engine
 
 
 def watch(pid: int, then: Callable[[], object]) -> Callable[[], None]:

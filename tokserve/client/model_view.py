@@ -14,7 +14,6 @@ import msgspec
 from tokserve import checkpoint
 from tokserve.base.errors import StartError
 from tokserve.config import Config
-from tokserve.features.chat.chat import ChatTemplate
 from tokserve.protocol.messages import Ready
 from tokserve.protocol.params import SamplingParams
 
@@ -66,8 +65,8 @@ class ModelView:
         return {name: value for name, value in msgspec.structs.asdict(self._defaults).items() if value != usual[name]}
 
 
-def transformers_tokenizer(config: Config, template: ChatTemplate | None) -> Any:
-    """The checkpoint's tokenizer as transformers loads it, with our chat template and vLLM's side of truncation.
+def transformers_tokenizer(config: Config, chat_template: Any = None) -> Any:
+    """The checkpoint's tokenizer as transformers loads it, with this chat template and vLLM's side of truncation.
     Raises StartError."""
     model = config.model
     directory = checkpoint.locate(model.tokenizer or model.model, weights=False)
@@ -77,6 +76,6 @@ def transformers_tokenizer(config: Config, template: ChatTemplate | None) -> Any
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory, truncation_side=side)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise StartError(f"transformers cannot load the tokenizer of {directory}: {error}") from error
-    if template is not None:
-        tokenizer.chat_template = template.sources
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     return tokenizer

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from tokserve.client.outputs import ChoiceOutput, Column, merge
 from tokserve.client.sampling_params import OutputRules, RequestOutputKind
 from tokserve.client.stream import Stream
-from tokserve.features.images.parts import Placeholder
-from tokserve.features.lora.lora_requests import LoRARequest
+from tokserve.protocol.adapter_choice import LoRARequest
 from tokserve.protocol.column_table import output_specs
+from tokserve.protocol.images import Placeholder
 from tokserve.protocol.logprobs import Logprobs
 from tokserve.protocol.params import SamplingParams
 from tokserve.text.token_texts import LOOKBACK, TokenTexts

@@ -19,6 +19,7 @@ from tokserve.base import cgroups, gpus
 from tokserve.base.cpu_list import cpu_list
 from tokserve.base.errors import StartError
 from tokserve.base.rooms import contributions
+from tokserve.checkpoint.architectures import encoder_family, first_position, is_base, is_classifier
 from tokserve.config import (
     DEFAULT_BLOCK_SIZE,
     Config,
@@ -31,8 +32,7 @@ from tokserve.config import (
 )
 from tokserve.config.engine_config import are_gpus_visible
 from tokserve.config.option_checks import check, check_encoder, is_local, is_open
-from tokserve.features.pooling import encoders
-from tokserve.features.pooling.classifier import is_base, is_classifier
+from tokserve.config.room_options import refuse_absent_rooms
 from tokserve.protocol.params import VLLM_LOGPROBS_MODES
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 def resolve(config: Config) -> Config:
     """The configuration with every "auto" and None that has a value replaced by it.  Reads config.json and
     generation_config.json of the checkpoint.  Raises StartError."""
+    refuse_absent_rooms(config)
     model, server = config.model, config.server
     directory = checkpoint.locate(model.model, weights=model.load_format != "dummy")
     device = _device(config.runtime.device)
@@ -58,7 +59,7 @@ def resolve(config: Config) -> Config:
     hf = checkpoint.hf_config(directory) | (model.hf_overrides or {})
     generation = checkpoint.read_json(directory, "generation_config.json") or {}
     names = config.server.served_model_name or [model.model]
-    replace, both_ways = msgspec.structs.replace, encoders.family(hf) is not None
+    replace, both_ways = msgspec.structs.replace, encoder_family(hf) is not None
     max_model_len = _max_model_len(model.max_model_len, hf)
     if model.max_model_len is None:
         max_model_len = min(max_model_len, _sentence_length(directory) or max_model_len)
@@ -154,13 +155,13 @@ def _runner(runner: str, directory: Path, hf: dict[str, Any]) -> Any:
     classifies = is_classifier(hf)
     if runner == "generate" and classifies:
         raise StartError("option runner: the model is a classifier (config.json: architectures), it makes no tokens")
-    if runner == "generate" and encoders.family(hf) is not None:
+    if runner == "generate" and encoder_family(hf) is not None:
         raise StartError("option runner: the model reads both ways (config.json: architectures), it makes no tokens")
     if runner == "generate" and is_base(hf):
         raise StartError("option runner: the model has no head for tokens (config.json: architectures)")
     if runner != "auto":
         return runner
-    pools = classifies or is_base(hf) or encoders.family(hf) is not None or (directory / "modules.json").is_file()
+    pools = classifies or is_base(hf) or encoder_family(hf) is not None or (directory / "modules.json").is_file()
     return "pooling" if pools else "generate"
 
 
@@ -271,7 +272,7 @@ def _max_model_len(max_model_len: int | None, hf: dict[str, Any]) -> int:
         raise StartError(f"option max_model_len: must be at most {LONGEST_CONTEXT}, got {max_model_len}")
     name = next((one for one in POSITIONS if hf.get(one) is not None), None)
     if name is None:
-        if max_model_len is None and encoders.family(hf) is not None:  # it has a table of positions, or windows
+        if max_model_len is None and encoder_family(hf) is not None:  # it has a table of positions, or windows
             raise StartError(f"config.json ({_architecture(hf)}) has no max_position_embeddings; give --max-model-len")
         if max_model_len is None:
             logger.warning(
@@ -284,7 +285,7 @@ def _max_model_len(max_model_len: int | None, hf: dict[str, Any]) -> int:
     limit = hf[name]
     if type(limit) is not int or limit < 2:
         raise StartError(f"config.json: {name} must be an integer of at least 2, found {limit!r}")
-    limit -= encoders.first_position(hf)
+    limit -= first_position(hf)
     if max_model_len is None and limit > LONGEST_CONTEXT:
         raise StartError(
             f"config.json's {name} is {limit}, and at most {LONGEST_CONTEXT} can be served; give --max-model-len"

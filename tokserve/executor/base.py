@@ -10,10 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol
 
+from tokserve.base.rooms import part
 from tokserve.config import Config
 from tokserve.executor.inline import InlineExecutor
-from tokserve.features.ranks.spawn import LocalSpawn
-from tokserve.features.ranks.workers import WorkersExecutor
 from tokserve.protocol.plan import DeviceFacts, GrammarBitmask, Int32, StepPlan, StepResult
 
 Lane = Literal["pages", "read", "write"]  # between pages and memory, from files, to files
@@ -62,8 +61,5 @@ def make(config: Config) -> Executor:
     """The executor for this configuration; it loads no model before `start`."""
     if config.parallel.num_ranks == 1:
         return InlineExecutor(config)
-    if config.parallel.distributed_executor_backend != "ray":
-        return WorkersExecutor(config, LocalSpawn(config))
-    from tokserve.ray.ray_ranks import RaySpawn  # Ray is an extra
-
-    return WorkersExecutor(config, RaySpawn(config))
+    executor: Executor = part("ranks", "executor")(config)
+    return executor

@@ -17,9 +17,6 @@ from tokserve import ops
 from tokserve.base import cgroups
 from tokserve.base.errors import StartError
 from tokserve.config import DEFAULT_BLOCK_SIZE, Config
-from tokserve.families.mixtures.routed import RoutedTable
-from tokserve.families.recurrent.states import StateTable
-from tokserve.features.ranks.ranks import ONE, Ranks
 from tokserve.gpu import compile_ahead
 from tokserve.gpu.cuda_graphs import (
     DecodeGraphs,
@@ -38,8 +35,11 @@ from tokserve.runner import exactness, kvcache
 from tokserve.runner.backend import WARM_UPS, Draft, FeatureRows, HiddenStates, decode_step
 from tokserve.runner.device import Accelerator
 from tokserve.runner.logits import LogitRows
-from tokserve.runner.slots import Int64, SamplingColumns
+from tokserve.runner.ranks import ONE, Ranks
 from tokserve.runner.steps import PendingResult
+from tokserve.runner.tables.routed import RoutedTable
+from tokserve.runner.tables.slots import Int64, SamplingColumns
+from tokserve.runner.tables.states import StateTable
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.families.recurrent.states import StateTable
 from tokserve.layers.batch import ForwardBatch, Pages, StateRows
 from tokserve.protocol.plan import Int32, NewRow, StepPlan
 from tokserve.runner.device import Accelerator
-from tokserve.runner.slots import Int64, SamplingColumns, Slots, last_indices, logit_lengths
+from tokserve.runner.tables.slots import Int64, SamplingColumns, Slots, last_indices, logit_lengths
+from tokserve.runner.tables.states import StateTable
 
 
 @dataclass(slots=True)

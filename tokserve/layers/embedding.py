@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.families.quantization.methods import WNA16
-from tokserve.families.quantization.quantized import QuantizedWeight
 from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import ALONE, Group
 from tokserve.layers.parameter import Parameter, StoredWeight, owned_copy
 from tokserve.layers.places import MatrixPlace, TensorPart, VectorPlace
-from tokserve.layers.quant import UNQUANTIZED, pack_rows
+from tokserve.layers.quant import STORED_INTEGERS, pack_rows
 
 
 class Embedding:
@@ -88,14 +86,14 @@ class Embedding:
 
     def load_stored(self, weight: StoredWeight) -> None:
         """Take the weight as it is stored, for the tied head too."""
-        if not self.keeps_stored or not isinstance(weight, QuantizedWeight):
+        part = weight.narrow(0, *self.rows) if self.keeps_stored else None
+        packed = None if part is None or isinstance(part, Tensor) else part.packed_rows()
+        if part is None or isinstance(part, Tensor) or packed is None:
             self.load(weight.dense())
             return
-        part = weight.narrow(0, *self.rows)
-        assert isinstance(part, QuantizedWeight)
-        self.packed = ops.pack_wna16(part.parts)
+        self.packed = packed
         if self.head is not None:
-            self.head.tie_stored(part, self.packed)
+            self.head.tie_stored(part, packed)
 
     def __call__(self, ids: Tensor) -> Tensor:  # [T] int64 -> [T, hidden]
         if self.group.size == 1:
@@ -167,7 +165,7 @@ class Head:
     @property
     def _is_plain(self) -> bool:
         """Whether floats are kept as floats."""
-        return self.linear.quant in (UNQUANTIZED, WNA16)
+        return self.linear.quant.keeps_floats
 
     def widens(self, dtype: torch.dtype) -> bool:
         """Whether it keeps a tied embedding of that dtype in a wider one, exactly: then one copy serves both."""
@@ -177,9 +175,9 @@ class Head:
         """Pack a tied embedding's weight, this rank's rows, in the head's dtype."""
         self.linear.packed = pack_rows(self.linear.pack, weight, self.dtype, len(weight))
 
-    def tie_stored(self, weight: QuantizedWeight, packed: ops.PackedWna16) -> None:
+    def tie_stored(self, weight: StoredWeight, packed: ops.PackedWna16) -> None:
         """The same for a weight in the form in which it is stored."""
-        same = self.linear.quant is WNA16
+        same = self.linear.quant.name == STORED_INTEGERS
         self.linear.packed = packed if same else self.linear.pack(weight.dense().to(self.dtype))
 
     def __call__(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab] float32; of ranks but the first [n, 0]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.features.lora.layer import LoraSlots, LowRank
+from tokserve.layers.low_rank import LayerAdapters, LowRank
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import Span, Split
 from tokserve.layers.parameter import Parameter, StoredWeight, as_dense, part_of
@@ -64,7 +64,7 @@ class Linear:
         self.dtype = options.dtype
         self.quant = options.quant
         self.bias = torch.zeros(self.outputs, dtype=self.dtype, device=ops.torch_device) if bias else None  # [outputs]
-        self.lora: LoraSlots | None = None  # where adapters are served
+        self.lora: LayerAdapters | None = None  # where adapters are served
         self._weight: Any = None  # while loading: some rows of it, packed, or the tensor [outputs, inputs]
         self._awaited: set[str] = set()
         self._stored: dict[str, StoredWeight] = {}  # shards as they are stored, while loading

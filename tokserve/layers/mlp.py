@@ -33,6 +33,10 @@ class MLPSpec:
     def has_experts(self) -> bool:
         return False
 
+    @property
+    def routing(self) -> None:
+        return None
+
     def layer(self, hidden: int, options: LayerOptions) -> GatedMLP:
         """The layer without weights."""
         return make_mlp(hidden, self, options)

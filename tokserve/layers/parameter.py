@@ -47,6 +47,9 @@ class StoredWeight(Protocol):
     def joined(self, others: Sequence[StoredWeight]) -> StoredWeight | None:
         """This weight's rows and those of the others; None: they cannot be stored as one weight."""
 
+    def packed_rows(self) -> ops.PackedWna16 | None:
+        """The weight packed so that its rows can be looked up; None: that is not done in this form."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:

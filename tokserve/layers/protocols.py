@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -109,8 +109,19 @@ class FeedForward(Protocol):
         """`adapters`: as `Linear` takes them.  A layer that routes tokens appends the chosen ids [T, k] to `routed`."""
 
 
+class Routing(NamedTuple):
+    """How many experts a layer has, and how many of them compute a token."""
+
+    experts: int
+    chosen: int
+
+
 class FeedForwardSpec(Protocol):
     """Describes a `FeedForward`, and builds it."""
+
+    @property
+    def routing(self) -> Routing | None:
+        """How a layer with experts chooses among them; None: it has none."""
 
     @property
     def has_experts(self) -> bool:

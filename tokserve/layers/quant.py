@@ -15,6 +15,8 @@ from tokserve import ops
 from tokserve.layers.parameter import StoredWeight
 
 PIECE = 1 << 20  # elements that are converted at once
+GROUP = 128  # inputs that share a scale where nothing else is asked for
+STORED_INTEGERS = "wna16"  # the method that keeps integers, and floats, as a checkpoint stores them
 Packed = ops.PackedWeight | ops.PackedInt8 | ops.PackedFloat8 | ops.PackedWna16
 
 
@@ -27,6 +29,7 @@ class QuantMethod(Protocol):
 
     name: str | None  # the value of the option `quantization`; None: none
     covers_experts: bool  # there are products for a mixture of experts
+    keeps_floats: bool  # a weight of floats stays one
     packs_rows: bool  # `pack` and `pack_gated` take tensors of floats in several parts, with the `rest` of the op
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -55,6 +58,7 @@ class Unquantized:
     """The weight in its own dtype."""
 
     name: str | None = None
+    keeps_floats = True
     covers_experts = True
     packs_rows = True
 

@@ -96,6 +96,7 @@ class Decoder:
 
     exact = True
     implementation = "tokserve"
+    reads_both_ways = False  # a prompt is computed whole
     tower: ImageTower | None = None
 
     def __init__(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from tokserve.base.rooms import part
 from tokserve.layers.parameter import StoredWeight
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # in safetensors
@@ -20,6 +21,28 @@ FLOAT8 = "F8_E4M3"  # in safetensors
 FLOAT8_DTYPES = (FLOAT8, torch.float8_e4m3fn)
 DTYPES = FLOATS | {FLOAT8: torch.float8_e4m3fn}
 INTEGERS = {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}  # of parts of weights
+ATTRIBUTES = ("quantization_config", "compression_config")  # of config.json
+UNUSED = (  # of activations, all but those of `CACHE_SCALES`
+    ".input_scale",
+    ".activation_scale",
+    ".output_scale",
+    ".q_scale",
+    ".k_scale",
+    ".v_scale",
+)
+CACHE_SCALES = {  # a float8 cache's, as tools call them after a layer's name -> of keys (k), of values (v) or of both
+    ".self_attn.k_scale": "k",
+    ".self_attn.v_scale": "v",  # compressed-tensors, AutoFP8
+    ".self_attn.kv_scale": "kv",  # AutoFP8 at first
+    ".self_attn.k_proj.output_scale": "k",
+    ".self_attn.v_proj.output_scale": "v",  # Quark, compressed-tensors at first
+    ".self_attn.k_proj.k_scale": "k",
+    ".self_attn.v_proj.v_scale": "v",  # ModelOpt
+    ".self_attn.qkv_proj.k_scale": "k",
+    ".self_attn.qkv_proj.v_scale": "v",
+    ".self_attn.attn.k_scale": "k",
+    ".self_attn.attn.v_scale": "v",
+}
 WHOLE = ""  # the role of a tensor that is a weight by itself
 
 
@@ -129,6 +152,24 @@ class DenseFormat:
 
 
 DENSE = DenseFormat()
+
+
+def quantization_of(hf: Mapping[str, Any]) -> Any:
+    """The entry of config.json that says how the checkpoint is quantized; None if it is not."""
+    return next((hf[name] for name in ATTRIBUTES if hf.get(name) is not None), None)
+
+
+def checkpoint_format(hf: Mapping[str, Any]) -> CheckpointFormat:
+    """The format of the checkpoint with this config.json; of one that is not supported, `DENSE`."""
+    if quantization_of(hf) is None:
+        return DENSE
+    chosen: CheckpointFormat = part("quantization", "checkpoint_format")(hf)
+    return chosen
+
+
+def is_unused(name: str) -> bool:
+    """Whether a tensor of this name is one that no model takes, whatever the format: a scale of activations."""
+    return name.endswith(UNUSED) and not name.endswith(tuple(CACHE_SCALES))
 
 
 def group(checkpoint_format: CheckpointFormat, tensors: Mapping[str, Described]) -> dict[str, dict[str, str]]:

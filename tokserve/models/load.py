@@ -14,15 +14,13 @@ from typing import Any
 import torch
 
 from tokserve.base.errors import StartError
-from tokserve.families.quantization import kv_scales
-from tokserve.families.quantization.formats.pick import quantization_of
-from tokserve.families.quantization.methods import METHODS, WNA16
-from tokserve.families.quantization.quantized import GROUP, Int4, Wna16
+from tokserve.base.rooms import part
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import ALONE, WHOLE, Group, Stage
-from tokserve.layers.quant import UNQUANTIZED, QuantMethod
-from tokserve.models import dummy, weights
+from tokserve.layers.quant import GROUP, STORED_INTEGERS, UNQUANTIZED, QuantMethod
+from tokserve.models import dummy, kv_scales, weights
 from tokserve.models.decoder import Decoder, DecoderSpec, rope_tables
+from tokserve.models.formats import quantization_of
 from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.models.registry import decoder_spec
 
@@ -81,7 +79,7 @@ def load(
     keeps = stored is not None and (quantization == stored or may_stay)
     if keeps:
         options["quantization"] = stored
-    if options["rounded"] and options["quantization"] not in ("int4", "int8", WNA16.name):
+    if options["rounded"] and options["quantization"] not in ("int4", "int8", STORED_INTEGERS):
         raise StartError("option quantization_activations: needs integer weights; add --quantization int4 or int8")
     if any(entry.is_stored for entry in entries.values()):
         _log_conversion(spec.format.name, quantization, stored, dtype, keeps=keeps)
@@ -132,8 +130,8 @@ def _fill(decoder: Decoder, entries: dict[str, weights.Entry], directory: Path, 
 
 def _log_conversion(form: str | None, quantization: str | None, stored: str | None, dtype: str, *, keeps: bool) -> None:
     """Log what the weights of a checkpoint that stores them in some form become."""
-    becomes = METHODS[quantization].name or dtype if quantization else dtype
-    stays = keeps or (quantization, stored) == ("int4", WNA16.name)
+    becomes = dtype if quantization in (None, "none") else quantization
+    stays = keeps or (quantization, stored) == ("int4", STORED_INTEGERS)
     result = f"stay {form}, with their scales," if stays else f"become {becomes}"
     logger.info("the checkpoint's %s weights %s as they are loaded", form, result)
 
@@ -187,21 +185,12 @@ def quant_methods(
     quantization: str | None, group_size: int, *, quantize_lm_head: bool, rounded: bool = False
 ) -> tuple[QuantMethod, QuantMethod]:
     """How the projections are quantized, and how the head is, whose activations are `rounded` by int8 alone."""
-    if quantization == "int4":
-        quant: QuantMethod = Int4(group_size, rounded=rounded)
-    elif quantization == WNA16.name and rounded:
-        quant = Wna16(rounded=True)
-    else:
-        quant = UNQUANTIZED if quantization is None else METHODS[quantization]
-    return quant, _head_method(quant, quantize=quantize_lm_head)
-
-
-def _head_method(quant: QuantMethod, *, quantize: bool) -> QuantMethod:
-    """The method of the head: to quantize it, that of the projections, or int8 where these stay what they are; else it
-    stays what it is."""
-    if quantize:
-        return METHODS["int8"] if quant.name in (None, WNA16.name) else quant
-    return WNA16 if quant.name in ("int4", WNA16.name) else UNQUANTIZED
+    if quantization in (None, "none") and not quantize_lm_head:
+        return UNQUANTIZED, UNQUANTIZED
+    methods: tuple[QuantMethod, QuantMethod] = part("quantization", "methods")(
+        quantization, group_size, quantize_lm_head=quantize_lm_head, rounded=rounded
+    )
+    return methods
 
 
 def _dtype(name: str) -> torch.dtype:

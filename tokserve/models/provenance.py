@@ -13,10 +13,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from tokserve.base.errors import Conflict, StartError
-from tokserve.families.quantization.formats.pick import is_unused
+from tokserve.base.rooms import part
 from tokserve.models import weights
+from tokserve.models.formats import is_unused
 from tokserve.models.weights import Entry
-from tokserve.rl.digests import checksum, checksums
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Renames = Iterable[tuple[str, str]]
@@ -35,7 +35,7 @@ class Provenance:
 
     def add_pushed(self, name: str, tensor: Tensor) -> None:
         if self._enabled:
-            self._pushed[name] = checksum(tensor)
+            self._pushed[name] = _checksum(tensor)
         else:
             self._incomplete = True
 
@@ -59,7 +59,7 @@ class Provenance:
         for catalogue, stamp in self._files:
             digests |= _of_files(catalogue, stamp)
         if self._generator is not None:
-            digests |= checksums(self._generator())
+            digests |= {name: _checksum(tensor) for name, tensor in self._generator()}
         model_names = {name: weights.model_name(name, renames) for name in digests}
         used = {
             name: digest for name, digest in digests.items() if (target := model_names[name]) and not is_unused(target)
@@ -67,11 +67,17 @@ class Provenance:
         return used, _add_aliases(used, model_names) if tied else {}
 
 
+def _checksum(tensor: Tensor) -> str:
+    """The checksum that trainers compute as well."""
+    digest: str = part("weights", "checksum")(tensor)
+    return digest
+
+
 def _of_files(catalogue: Mapping[str, Entry], stamp: str) -> dict[str, str]:
     try:
         if weights.stamp(catalogue) != stamp:
             raise Conflict("the files that the weights were read from have changed since")
-        return {name: checksum(weights.source(entry)) for name, entry in catalogue.items()}
+        return {name: _checksum(weights.source(entry)) for name, entry in catalogue.items()}
     except (OSError, SafetensorError, StartError) as error:
         raise Conflict(f"the files that the weights were read from cannot be read again: {error}") from None
 

@@ -11,61 +11,61 @@ from importlib import import_module
 from typing import Any
 
 from tokserve.base.errors import StartError
-from tokserve.features.pooling import encoders
-from tokserve.features.pooling.classifier import (
+from tokserve.base.rooms import part
+from tokserve.checkpoint.architectures import (
     BASE_SUFFIX,
+    ENDINGS,
     SUFFIX,
     TOKEN_SUFFIX,
     base_name,
     causal_name,
-    head_spec,
+    encoder_family,
 )
-from tokserve.features.pooling.head import DecoderHeadSpec
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.decoder import DecoderSpec
 
 ARCHITECTURES = {
-    "Cohere2ForCausalLM": "tokserve.models.cohere:cohere2",
-    "CohereForCausalLM": "tokserve.models.cohere:cohere",
+    "Cohere2ForCausalLM": "tokserve.models.dense.cohere:cohere2",
+    "CohereForCausalLM": "tokserve.models.dense.cohere:cohere",
     "DeepseekV2ForCausalLM": "tokserve.families.latent.deepseek:deepseek2",
     "DeepseekV3ForCausalLM": "tokserve.families.latent.deepseek:deepseek3",
     "Dots1ForCausalLM": "tokserve.families.mixtures.small_moe:dots1",
-    "Ernie4_5ForCausalLM": "tokserve.models.llama:ernie4_5",
+    "Ernie4_5ForCausalLM": "tokserve.models.dense.llama:ernie4_5",
     "Ernie4_5_MoeForCausalLM": "tokserve.families.mixtures.small_moe:ernie4_5_moe",
-    "ExaoneForCausalLM": "tokserve.models.llama:exaone",
+    "ExaoneForCausalLM": "tokserve.models.dense.llama:exaone",
     "FlexOlmoForCausalLM": "tokserve.families.mixtures.small_moe:flex_olmo",
-    "Gemma2ForCausalLM": "tokserve.models.gemma:gemma2",
-    "Gemma3ForCausalLM": "tokserve.models.gemma:gemma3",
+    "Gemma2ForCausalLM": "tokserve.models.dense.gemma:gemma2",
+    "Gemma3ForCausalLM": "tokserve.models.dense.gemma:gemma3",
     "Gemma3ForConditionalGeneration": "tokserve.features.images.gemma_vision:gemma3",
-    "GemmaForCausalLM": "tokserve.models.gemma:gemma",
-    "Glm4ForCausalLM": "tokserve.models.glm:glm4",
+    "GemmaForCausalLM": "tokserve.models.dense.gemma:gemma",
+    "Glm4ForCausalLM": "tokserve.models.dense.glm:glm4",
     "Glm4MoeForCausalLM": "tokserve.families.mixtures.moe:glm4_moe",
     "Glm4MoeLiteForCausalLM": "tokserve.families.latent.deepseek:glm4_moe_lite",
-    "GlmForCausalLM": "tokserve.models.glm:glm",
+    "GlmForCausalLM": "tokserve.models.dense.glm:glm",
     "GptOssForCausalLM": "tokserve.families.mixtures.gpt_oss:gpt_oss",
-    "GraniteForCausalLM": "tokserve.models.granite:granite",
-    "GraniteMoeForCausalLM": "tokserve.models.granite:granite_moe",
-    "GraniteMoeHybridForCausalLM": "tokserve.models.granite:granite_hybrid",
-    "GraniteMoeSharedForCausalLM": "tokserve.models.granite:granite_moe_shared",
-    "HunYuanDenseV1ForCausalLM": "tokserve.models.llama:hunyuan",
+    "GraniteForCausalLM": "tokserve.models.dense.granite:granite",
+    "GraniteMoeForCausalLM": "tokserve.families.mixtures.granite_moe:granite_moe",
+    "GraniteMoeHybridForCausalLM": "tokserve.families.mixtures.granite_moe:granite_hybrid",
+    "GraniteMoeSharedForCausalLM": "tokserve.families.mixtures.granite_moe:granite_moe_shared",
+    "HunYuanDenseV1ForCausalLM": "tokserve.models.dense.llama:hunyuan",
     "HunYuanMoEV1ForCausalLM": "tokserve.families.mixtures.small_moe:hunyuan_moe",
     "Lfm2ForCausalLM": "tokserve.families.recurrent.hybrid:lfm2",
     "Lfm2MoeForCausalLM": "tokserve.families.recurrent.hybrid:lfm2_moe",
-    "InternLM3ForCausalLM": "tokserve.models.llama:internlm3",
-    "LlamaForCausalLM": "tokserve.models.llama:llama",
+    "InternLM3ForCausalLM": "tokserve.models.dense.llama:internlm3",
+    "LlamaForCausalLM": "tokserve.models.dense.llama:llama",
     "MiniCPM3ForCausalLM": "tokserve.families.latent.deepseek:minicpm3",
     "MiniMaxM2ForCausalLM": "tokserve.families.mixtures.small_moe:minimax_m2",
-    "MinistralForCausalLM": "tokserve.models.llama:ministral",
-    "MistralForCausalLM": "tokserve.models.llama:mistral",
+    "MinistralForCausalLM": "tokserve.models.dense.llama:ministral",
+    "MistralForCausalLM": "tokserve.models.dense.llama:mistral",
     "MixtralForCausalLM": "tokserve.families.mixtures.moe:mixtral",
-    "Olmo2ForCausalLM": "tokserve.models.olmo:olmo2",
-    "Olmo3ForCausalLM": "tokserve.models.olmo:olmo3",
+    "Olmo2ForCausalLM": "tokserve.models.dense.olmo:olmo2",
+    "Olmo3ForCausalLM": "tokserve.models.dense.olmo:olmo3",
     "OlmoeForCausalLM": "tokserve.families.mixtures.small_moe:olmoe",
-    "Phi3ForCausalLM": "tokserve.models.phi:phi3",
-    "Qwen2ForCausalLM": "tokserve.models.llama:qwen2",
+    "Phi3ForCausalLM": "tokserve.models.dense.phi:phi3",
+    "Qwen2ForCausalLM": "tokserve.models.dense.llama:qwen2",
     "Qwen2_5_VLForConditionalGeneration": "tokserve.features.images.vision_language:qwen2_5_vl",
     "Qwen2MoeForCausalLM": "tokserve.families.mixtures.moe:qwen2_moe",
-    "Qwen3ForCausalLM": "tokserve.models.llama:qwen3",
+    "Qwen3ForCausalLM": "tokserve.models.dense.llama:qwen3",
     "Qwen3MoeForCausalLM": "tokserve.families.mixtures.moe:qwen3_moe",
     "Qwen3NextForCausalLM": "tokserve.families.recurrent.hybrid:qwen3_next",
     "Qwen3VLForConditionalGeneration": "tokserve.features.images.vision_language:qwen3_vl",
@@ -74,15 +74,15 @@ ARCHITECTURES = {
     "Qwen3_5ForConditionalGeneration": "tokserve.features.images.vision_language:qwen3_5",
     "Qwen3_5MoeForCausalLM": "tokserve.families.recurrent.hybrid:qwen3_5_moe",
     "Qwen3_5MoeForConditionalGeneration": "tokserve.features.images.vision_language:qwen3_5_moe",
-    "SeedOssForCausalLM": "tokserve.models.llama:seed_oss",
-    "SmolLM3ForCausalLM": "tokserve.models.llama:smollm3",
-    "Starcoder2ForCausalLM": "tokserve.models.starcoder:starcoder2",
+    "SeedOssForCausalLM": "tokserve.models.dense.llama:seed_oss",
+    "SmolLM3ForCausalLM": "tokserve.models.dense.llama:smollm3",
+    "Starcoder2ForCausalLM": "tokserve.models.dense.starcoder:starcoder2",
     "YoutuForCausalLM": "tokserve.families.latent.deepseek:youtu",
 }
 # Families that transformers saves under another's architecture, whose configs and tensors have names of their own.
 # None: no spec function reads their tensors.
 BY_MODEL_TYPE = {"exaone": "ExaoneForCausalLM", "internlm3": "InternLM3ForCausalLM", "sarvam_moe": None}
-ENCODERS = {  # by the family of `encoders`
+ENCODERS = {  # by family
     "Bert": "tokserve.features.pooling.bert:bert",
     "ModernBert": "tokserve.features.pooling.bert:modern_bert",
     "Roberta": "tokserve.features.pooling.bert:roberta",
@@ -123,7 +123,7 @@ def refuse_recurrent(hf: Mapping[str, Any]) -> None:
 def is_known(hf: Mapping[str, Any]) -> bool:
     """Whether a function of the table reads this config.json."""
     known = any(_with_head(name) in ARCHITECTURES for name in _names(hf))
-    return known or encoders.family(hf) is not None
+    return known or encoder_family(hf) is not None
 
 
 def _with_head(name: str) -> str:
@@ -141,7 +141,7 @@ def _names(hf: Mapping[str, Any]) -> list[str]:
 
 def decoder_spec(hf: Mapping[str, Any]) -> DecoderSpec:
     """The spec for this config.json; StartError if no architecture it names is known."""
-    names, family = _names(hf), encoders.family(hf)
+    names, family = _names(hf), encoder_family(hf)
     if family is not None:
         return _read(ENCODERS[family], hf)
     for name in names:
@@ -150,21 +150,17 @@ def decoder_spec(hf: Mapping[str, Any]) -> DecoderSpec:
             spec = _read(ARCHITECTURES[known], hf)
             if base_name(name):  # a head that is the embedding needs no memory
                 return replace(spec, tied=True)
-            return spec if known == name else _classifier(spec, hf)
+            if known == name:
+                return spec
+            classifier: DecoderSpec = part("pooling", "with_classifier")(spec, hf)
+            return classifier
     problem = f"architecture {', '.join(names)} is not supported" if names else "config.json names no architecture"
     raise StartError(
         f"{problem}; supported are: {', '.join(ARCHITECTURES)}, of the same families those with {SUFFIX}, "
-        f"{TOKEN_SUFFIX} or {BASE_SUFFIX}, and the encoders {', '.join(ENCODERS)} with {', '.join(encoders.ENDINGS)}"
+        f"{TOKEN_SUFFIX} or {BASE_SUFFIX}, and the encoders {', '.join(ENCODERS)} with {', '.join(ENDINGS)}"
     )
 
 
 def _read(place: str, hf: Mapping[str, Any]) -> DecoderSpec:
     module, function = place.split(":")
     return getattr(import_module(module), function)(hf)
-
-
-def _classifier(spec: DecoderSpec, hf: Mapping[str, Any]) -> DecoderSpec:
-    """The same with the head of a classifier.  With a weight of its own there is no head for tokens in the checkpoint:
-    tied to the embedding, it needs no memory."""
-    head = head_spec(hf)
-    return replace(spec, classifier=DecoderHeadSpec(head), tied=spec.tied or not head.tokens)

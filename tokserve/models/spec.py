@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from tokserve.base.errors import StartError
-from tokserve.families.quantization.formats import pick
+from tokserve.base.rooms import part
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.linear import Activation
 from tokserve.layers.mlp import MLPSpec
@@ -21,6 +21,7 @@ from tokserve.layers.rope import RopeSpec
 from tokserve.models.block import BlockSpec
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.decoder import DecoderSpec, Renames
+from tokserve.models.formats import checkpoint_format, quantization_of
 from tokserve.models.rope_config import rope
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -57,7 +58,7 @@ def decoder(
         norm=blocks[-1].norm,
         tied=fields.flag("tie_word_embeddings", tied),
         renames=renames,
-        format=pick.checkpoint_format(fields.values),
+        format=checkpoint_format(fields.values),
         **more,
     )
 
@@ -168,7 +169,8 @@ def activation(fields: ConfigReader, attribute: str, absent: str, *, only_built_
 
 def refuse_unsupported(fields: ConfigReader) -> None:
     """Raise StartError for attributes that change the arithmetic in ways not built here."""
-    pick.refuse_unsupported(fields)
+    if quantization_of(fields.values) is not None:
+        part("quantization", "refuse")(fields)
     if fields.values.get("per_layer_config"):
         raise fields.refuse("per_layer_config", "(layers of different sizes) is not supported")
     if not fields.flag("is_causal", True):

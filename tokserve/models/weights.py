@@ -14,6 +14,7 @@ import mmap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,9 +23,7 @@ from torch import Tensor
 
 from tokserve import checkpoint
 from tokserve.base.errors import RequestError, StartError
-from tokserve.families.gguf import config as gguf_config
-from tokserve.families.gguf import gguf_weights
-from tokserve.families.gguf.gguf_weights import Source
+from tokserve.base.rooms import imported
 from tokserve.layers.parameter import Parameter, StackedParameter, StoredWeight, as_dense
 from tokserve.models.formats import DENSE, FLOATS, CheckpointFormat, group
 
@@ -38,13 +37,39 @@ LFS_POINTER = b"version https://git-lfs.github.com/"
 SMALL = 256 << 10  # bytes: to read so many takes no longer than to map them
 
 
+class Source(Protocol):
+    """Where a tensor lies in a file that is no safetensors file.  `key`: its name there; `kind`: its type, for people;
+    `is_plain`: it is a tensor of floats."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def file(self) -> Path: ...
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def is_plain(self) -> bool: ...
+
+    def read(self) -> Tensor | StoredWeight:
+        """The weight, as it is stored."""
+
+    def raw(self) -> Tensor:
+        """The bytes of a weight that is not plain, [N, bytes of a row]."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A tensor in a file; `key`: its name there; `dtype`: the file's name for it, if it is none of `FLOATS`.
 
     `parts`: by role, the tensors that form a weight in `format`; shape and dtype are then the weight's, file and key
-    those of one part.  `gguf`: where it lies, if that is a GGUF file.  `offset`: of its first byte in another file, if
-    that is known.
+    those of one part.  `source`: where it lies, if that is no safetensors file.  `offset`: of its first byte in another
+    file, if that is known.
     """
 
     file: Path
@@ -54,19 +79,23 @@ class Entry:
     parts: Mapping[str, Entry] = field(default_factory=dict)
     format: CheckpointFormat = DENSE
     offset: int | None = None
-    gguf: Source | None = None
+    source: Source | None = None
 
     @property
     def is_stored(self) -> bool:
         """Whether it is in a form that is not a tensor of floats."""
-        return bool(self.parts) or (self.gguf is not None and not self.gguf.is_plain)
+        return bool(self.parts) or (self.source is not None and not self.source.is_plain)
 
 
 def catalogue(directory: Path, may_read: Callable[[Sequence[str]], object] = len) -> dict[str, Entry]:
     """Name -> entry for every tensor of the checkpoint; reads headers only.  `may_read` is called with the names of
     files before any of them is opened, and raises if one must not be."""
-    if shards := gguf_config.source(directory):
-        return _in_gguf(shards)
+    for kind in checkpoint.model_files():
+        if shards := kind.files(directory):
+            return {
+                name: Entry(source.file, source.key, source.shape, torch.float32, source=source)
+                for name, source in imported(kind.sources)(shards).items()
+            }
     may_read((SINGLE, INDEX))
     if (directory / SINGLE).is_file():
         return headers(directory / SINGLE)
@@ -103,13 +132,6 @@ def _without_index(directory: Path, may_read: Callable[[Sequence[str]], object])
             raise StartError(f"{directory} holds no {INDEX}, and several files have {_listed(sorted(twice))}")
         entries |= held
     return entries
-
-
-def _in_gguf(files: Sequence[Path]) -> dict[str, Entry]:
-    return {
-        name: Entry(source.tensor.file, source.tensor.name, source.shape, torch.float32, gguf=source)
-        for name, source in gguf_weights.sources(files).items()
-    }
 
 
 def pickled(directory: Path) -> str:
@@ -224,8 +246,8 @@ def stored(entry: Entry, *, mapped: bool = False) -> Tensor | StoredWeight:
     `mapped`: it may be a view of the file, which is mapped for it alone, so that no more of it than that tensor is
     counted as our memory.  A file that becomes shorter while it is mapped ends the process.
     """
-    if entry.gguf is not None:
-        return entry.gguf.read()
+    if entry.source is not None:
+        return entry.source.read()
     if entry.parts:
         return entry.format.assemble({role: _tensor(part, mapped) for role, part in entry.parts.items()})
     return _tensor(entry, mapped)
@@ -266,8 +288,8 @@ def _mapped(entry: Entry, size: int) -> Tensor:
 
 def source(entry: Entry) -> Tensor:
     """A stored tensor as it is in its file: of a GGUF file's blocks, the bytes [N, bytes of a row]."""
-    if entry.gguf is not None and not entry.gguf.is_plain:
-        return entry.gguf.raw()
+    if entry.source is not None and not entry.source.is_plain:
+        return entry.source.raw()
     return read(entry)
 
 

@@ -11,12 +11,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tokserve.base.rooms import part
 from tokserve.ops import (
     attention,
     dense,
@@ -212,7 +212,7 @@ def compile_ahead(jobs: int) -> AbstractContextManager[None] | None:
     are compiled already."""
     if torch_device.type != "cuda":
         return None
-    context: AbstractContextManager[None] = import_module("tokserve.gpu.kernels.launch").compile_ahead(jobs)
+    context: AbstractContextManager[None] = part("gpu", "compile_ahead")(jobs)
     return context
 
 
@@ -221,7 +221,7 @@ def kept_tables() -> AbstractContextManager[list[Tensor]]:
     keeps them."""
     if torch_device.type != "cuda":
         return nullcontext([])
-    context: AbstractContextManager[list[Tensor]] = import_module("tokserve.gpu.kernels.launch").kept_tables()
+    context: AbstractContextManager[list[Tensor]] = part("gpu", "kept_tables")()
     return context
 
 

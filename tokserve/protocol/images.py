@@ -5,6 +5,8 @@ Images travel between the server and the engine as the data of a feature of kind
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -12,6 +14,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 KIND = "image"  # of features
+HEADER = struct.Struct("<4i")  # of a feature's data: t, h, w, number of the dtype
+Int64 = NDArray[np.int64]
+
+
+class ImageUrl(NamedTuple):
+    """An image in a request.  `field`: the path of its URL in the body; `uuid`: the client's name of the image."""
+
+    url: str
+    field: str
+    uuid: str | None = None
+
+
+class Placeholder(NamedTuple):
+    """Where the tokens of an image lie in a prompt."""
+
+    offset: int
+    length: int
 
 
 class Grid(NamedTuple):
@@ -70,3 +89,27 @@ class ImageFormat(msgspec.Struct, frozen=True):
         repeats = self.temporal * self.size**2
         factor, summand = np.repeat(self.rescale / std, repeats), np.repeat(-mean / std, repeats)
         return factor.astype(np.float32), summand.astype(np.float32)
+
+
+def image_grid(encoded: bytes) -> Grid:
+    """The grid in the data of a feature of an image."""
+    return Grid(*HEADER.unpack_from(encoded)[:3])
+
+
+def rope_positions(images: Sequence[tuple[int, Grid]], merge: int) -> tuple[Int64, int]:
+    """Positions of a prompt's tokens along (t, h, w) up to the end of its last image: int64[3, n]; and what is added to
+    the index of every later token to give its position, alike on the three axes.
+
+    `images`: where the tokens of each begin, in order.  A text's tokens count on from the largest position before;
+    those of an image share one position in time, and have their row and column from there on.
+    """
+    parts, position, end = [], 0, 0
+    for start, grid in images:
+        text = np.arange(position, position + start - end, dtype=np.int64)
+        parts.append(np.broadcast_to(text, (3, len(text))))
+        position += start - end
+        rows, columns = grid.h // merge, grid.w // merge
+        parts.append(np.indices((grid.t, rows, columns), dtype=np.int64).reshape(3, -1) + position)
+        end = start + grid.t * rows * columns
+        position += max(grid.t, rows, columns)
+    return np.concatenate(parts, axis=1) if parts else np.empty((3, 0), np.int64), position - end

@@ -9,9 +9,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from tokserve.families.mixtures.routed import RoutedTable
-from tokserve.families.recurrent.states import StateTable
-from tokserve.features.speculation.quantized_copy import QuantizedCopy
 from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.models.decoder import Decoder
 from tokserve.protocol.kv_spec import KVLayout
@@ -19,8 +16,10 @@ from tokserve.protocol.plan import Int32, StepPlan
 from tokserve.runner.device import Device
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.replay import Step
-from tokserve.runner.slots import Int64, SamplingColumns, Slots
 from tokserve.runner.steps import PendingResult
+from tokserve.runner.tables.routed import RoutedTable
+from tokserve.runner.tables.slots import Int64, SamplingColumns, Slots
+from tokserve.runner.tables.states import StateTable
 
 WARM_UPS: tuple[dict[str, Any], ...] = (  # sampling parameters; all but the first only compile kernels
     {
@@ -62,11 +61,10 @@ class HiddenStates:
 @dataclass(slots=True)
 class Draft:
     """A model that draws drafts.  Its layers' pages are those of the cache from `first_layer` on; 0: it shares those of
-    the served model, of which it is the `copy`."""
+    the served model, of which it is a copy."""
 
     model: Decoder
-    first_layer: int = 0
-    copy: QuantizedCopy | None = None
+    first_layer: int
 
 
 class Backend(Protocol):

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from tokserve.families.mixtures.routed import RoutedTable
 from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.ops.cpu.capture import CaptureMemory, NotCapturable, capture
 from tokserve.protocol.plan import StepPlan
-from tokserve.runner.host_slots import DecodeBatch, HostSlots
 from tokserve.runner.replay import Step, is_decode
+from tokserve.runner.tables.host_slots import DecodeBatch, HostSlots
+from tokserve.runner.tables.routed import RoutedTable
 
 MAX_TOKENS = 64  # of more tokens the interpreter's share is small, and their logits are large
 

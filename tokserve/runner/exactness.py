@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.features.lora.layer import LoraSlots, LowRank
 from tokserve.layers.batch import Pages
 from tokserve.layers.linear import FUSED, GatedLinear, Linear
+from tokserve.layers.low_rank import LayerAdapters
 from tokserve.layers.protocols import AttentionProbe, random_rows
 from tokserve.layers.quant import gated
 from tokserve.models.decoder import Decoder
@@ -59,7 +59,10 @@ def product_checks(model: Decoder, *, experts: bool = True) -> list[tuple[str, C
         ]
     checks.append(("head", partial(is_batch_invariant, _plain(model.logits), model.spec.hidden, model.dtype)))
     return checks + [
-        (f"adapters of {name}", partial(is_batch_invariant, _adapted(linear.lora), linear.inputs, linear.dtype))
+        (
+            f"adapters of {name}",
+            partial(is_batch_invariant, _adapted(linear.lora, linear.outputs), linear.inputs, linear.dtype),
+        )
         for name, linear in named
         if linear.lora is not None
     ]
@@ -162,20 +165,13 @@ def _plain(product: Callable[[Tensor], Tensor]) -> Product:
     return lambda rows, adapters: product(rows)
 
 
-def _adapted(like: LoraSlots) -> Product:
-    """What two adapters of the largest rank add in slots like these, which are empty at the start."""
-    slots = LoraSlots(like.inputs, like.shards, 2, like.rank, like.dtype)
-    for slot in range(2):
-        for shard, outputs in like.shards.items():
-            down, up = (
-                random_rows(slot, like.rank, like.inputs) / like.inputs**0.5,
-                random_rows(slot + 2, outputs, like.rank),
-            )
-            slots.place(slot, shard, LowRank(down, up, 1.0))
+def _adapted(like: LayerAdapters, outputs: int) -> Product:
+    """What two adapters add to a layer that has adapters like these."""
+    trial = like.trial()
 
     def product(rows: Tensor, adapters: Tensor) -> Tensor:
-        out = rows.new_zeros(len(rows), sum(like.shards.values()))
-        slots.add(out, rows, adapters)
+        out = rows.new_zeros(len(rows), outputs)
+        trial.add(out, rows, adapters)
         return out
 
     return product

@@ -6,9 +6,9 @@ it needs; their bound methods are collected once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -16,23 +16,58 @@ from tokserve.base.rooms import contributions
 from tokserve.config import Config
 from tokserve.models.decoder import Decoder
 from tokserve.protocol.images import ImageFormat
-from tokserve.protocol.plan import Float32, NewRow, StepPlan
-from tokserve.runner.backend import Backend, FeatureRows
+from tokserve.protocol.plan import DraftPasses, Float32, NewRow, StepPlan
+from tokserve.runner.backend import FeatureRows
+
+if TYPE_CHECKING:
+    from tokserve.runner.runner import Runner
+
+Calls = Mapping[str, Callable[..., Any]]  # by the name of a method
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerContext:
-    """What features are made of.  `images`: of a model that reads some; `threads`: of ops."""
+    """What features are made of.  `runner` is complete but for them.  `images`: of a model that reads some; `threads`:
+    of ops.  `offers`: functions of features for others."""
 
     config: Config
-    model: Decoder
-    backend: Backend
+    runner: Runner
     images: ImageFormat | None
     threads: int
+    offers: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 class RunnerFeature:
     """The hooks, none of which must be defined.  They are called in the thread of steps, in the order of features."""
+
+    def calls(self) -> Calls:
+        """Admin methods, which run between two steps."""
+        return {}
+
+    def background_calls(self) -> Calls:
+        """Admin methods that may take long: they run in the background thread, one at a time."""
+        return {}
+
+    def copy_calls(self) -> Calls:
+        """Methods that copy KV blocks, which run in the threads of their lanes."""
+        return {}
+
+    def interrupt(self) -> None:
+        """Make what the background thread waits for fail soon; called from any thread."""
+
+    def attach(self, model: Decoder) -> None:
+        """This model has been made to take the place of the one that serves."""
+
+    def num_bytes(self) -> Mapping[str, int]:
+        """Memory that the feature holds, by name."""
+        return {}
+
+    def on_start(self, facts: dict[str, Any]) -> None:
+        """The start is over; what it reports of the feature is added to `facts`.  Raises StartError."""
+
+    def draw(self, plan: StepPlan) -> tuple[StepPlan, DraftPasses]:
+        """The plan with the drafts that it left open; one feature draws."""
+        raise NotImplementedError
 
     def assign(self, row: NewRow) -> None:
         """A request takes a slot; what the one before has left there does not count."""
@@ -51,7 +86,10 @@ class RunnerFeature:
         """The hidden states [count, H] that `needed` has named; returns the result of the row's request, at its end."""
 
     def on_weights(self) -> None:
-        """The weights are others."""
+        """The weights are others, or given up."""
+
+    def on_pages_lost(self) -> None:
+        """The KV cache has lost its contents."""
 
     def totals(self) -> dict[str, int]:
         """Counts since the start, by the names of `StepStats`: they go with the result of the step just computed."""
@@ -62,7 +100,7 @@ class RunnerHooks:
     """The bound methods of the features that define a hook, by the hook's name."""
 
     def __init__(self, features: Iterable[RunnerFeature] = ()) -> None:
-        features = tuple(features)
+        features = self.features = tuple(features)
 
         def those(name: str) -> tuple[Any, ...]:
             base = getattr(RunnerFeature, name)
@@ -74,6 +112,8 @@ class RunnerHooks:
         self.readers: tuple[RunnerFeature, ...] = tuple(method.__self__ for method in those("after"))
         self.on_weights: tuple[Callable[[], None], ...] = those("on_weights")
         self.totals: tuple[Callable[[], dict[str, int]], ...] = those("totals")
+        self.on_pages_lost: tuple[Callable[[], None], ...] = those("on_pages_lost")
+        self.draw: tuple[Callable[[StepPlan], tuple[StepPlan, DraftPasses]], ...] = those("draw")
 
 
 def make_features(context: RunnerContext) -> tuple[RunnerFeature, ...]:

@@ -9,9 +9,6 @@ from torch import Tensor
 
 from tokserve.base.errors import StartError
 from tokserve.config import Config
-from tokserve.families.mixtures.routed import RoutedTable
-from tokserve.families.recurrent.states import StateTable
-from tokserve.features.ranks.ranks import ONE, Ranks
 from tokserve.layers.batch import Pages
 from tokserve.models.decoder import Decoder, DecoderSpec
 from tokserve.protocol.kv_spec import LayerSpec
@@ -20,11 +17,14 @@ from tokserve.runner import kvcache
 from tokserve.runner.backend import WARM_UPS, Draft, FeatureRows, HiddenStates, decode_step
 from tokserve.runner.cpu_graphs import CpuGraphs
 from tokserve.runner.device import Device
-from tokserve.runner.host_slots import HostSlots
 from tokserve.runner.logits import LogitRows
+from tokserve.runner.ranks import ONE, Ranks
 from tokserve.runner.replay import Replay
-from tokserve.runner.slots import SamplingColumns, last_indices
 from tokserve.runner.steps import PendingResult
+from tokserve.runner.tables.host_slots import HostSlots
+from tokserve.runner.tables.routed import RoutedTable
+from tokserve.runner.tables.slots import SamplingColumns, last_indices
+from tokserve.runner.tables.states import StateTable
 
 
 class HostBackend:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve.protocol.plan import Int32
-from tokserve.runner.slots import Int64
+from tokserve.runner.tables.slots import Int64
 
 ToDevice = Callable[[NDArray[Any]], Tensor]
 

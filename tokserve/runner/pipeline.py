@@ -30,7 +30,7 @@ from tokserve.runner.processors import (
     ThinkingBudget,
     TokenIds,
 )
-from tokserve.runner.slots import Int64, Slots
+from tokserve.runner.tables.slots import Int64, Slots
 
 
 class Pipeline:

@@ -23,7 +23,7 @@ from tokserve.ops.sampling import FEW
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import Float32, GrammarBitmask, Int32, NewRow
 from tokserve.runner.logits import LogitRows, LogitsBuffer
-from tokserve.runner.slots import Int64, Slots
+from tokserve.runner.tables.slots import Int64, Slots
 
 INF = float("inf")
 MAX_LOGIT = float(np.finfo(np.float32).max)

@@ -6,64 +6,56 @@ It has no policy: which requests run, which are preempted and when a request end
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tokserve.base.errors import NotFound
 from tokserve.base.trace import Spans
 from tokserve.config import Config
-from tokserve.features.kv.kv_copies import KVCopies
-from tokserve.features.lora.adapter_slots import LoraTables
-from tokserve.features.ranks.ranks import ONE, Ranks, ReceivedSample
-from tokserve.features.speculation.draft_model import DraftModel, has_drawn
 from tokserve.models.decoder import Decoder
 from tokserve.protocol.columns import PROMPT_LOGPROBS, Int32
-from tokserve.protocol.plan import GrammarBitmask, StepPlan, StepResult
+from tokserve.protocol.plan import DRAWN, GrammarBitmask, StepPlan, StepResult
 from tokserve.runner.admin import Admin
 from tokserve.runner.backend import Backend, HiddenStates
-from tokserve.runner.features import RunnerFeature, RunnerHooks
+from tokserve.runner.features import Calls, RunnerFeature, RunnerHooks
 from tokserve.runner.logits import LogitRows
+from tokserve.runner.ranks import ONE, Ranks, ReceivedSample
 from tokserve.runner.sampler import PendingSample, Sampler
-from tokserve.runner.slots import SamplingColumns, logit_lengths
 from tokserve.runner.steps import PendingResult, PendingStep
+from tokserve.runner.tables.slots import SamplingColumns, logit_lengths
 
 Span = tuple[int, int, int]  # plan row, first and last (exclusive) prompt token to score
 
 
 class Runner:
     """`forward` and `sample` alternate for every plan, in order, in one thread, which also makes the calls;
-    `background` runs in another one."""
+    `background` runs in another one, and `copy` in those of lanes."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        backend: Backend,
-        config: Config,
-        lora: LoraTables | None,
-        features: tuple[RunnerFeature, ...] = (),
-        ranks: Ranks = ONE,
-    ) -> None:
+    def __init__(self, model: Decoder, backend: Backend, config: Config, ranks: Ranks = ONE) -> None:
         self.ranks = ranks
         self.model = model  # with the weights that serve
         self.backend = backend
         self._slots = backend.slots
-        self._sampler = Sampler(
+        self.sampler = Sampler(
             backend.slots,
             model.spec.vocab,
             config.model.logprobs_mode,
             backend.device,
             max_mask=config.model.max_sampling_mask,
         )
-        self.features, self.hooks = features, RunnerHooks(features)
-        draft = backend.draft
-        self.draft_model = None if draft is None else DraftModel(draft, backend, self._sampler)
+        self.hooks = RunnerHooks()
         self._no_autograd = torch.inference_mode()
         self._score_chunk = max(16, min(1024, backend.prompt_logits_bytes // (4 * model.spec.vocab)))  # tokens
         self.spans = Spans()  # of a profile
-        self._admin = Admin(self, config.weights, lora)
-        self.copies: KVCopies | None = None  # of KV blocks
+        self.admin = Admin(self)
+
+    def use(self, features: Iterable[RunnerFeature]) -> None:
+        """Serve with these features, before the first step."""
+        self.hooks = RunnerHooks(features)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step without grammars."""
@@ -73,11 +65,11 @@ class Runner:
         """Begin a step: bring the tables up to date and compute logits, prompt logprobs and pooled vectors."""
         with self._no_autograd, self.spans.span("forward"):
             self._update_tables(plan)
-            draws = self.draft_model is not None and has_drawn(plan)
-            plan = self.backend.begin(plan, needs_history=draws)
+            draws = self.hooks.draw if _has_open_drafts(plan) else ()
+            plan = self.backend.begin(plan, needs_history=bool(draws))
             draft_passes = None
-            if draws and self.draft_model is not None:
-                plan, draft_passes = self.draft_model.draw(plan)
+            for draw in draws:
+                plan, draft_passes = draw(plan)
             if len(plan.draft_token_ids):
                 self._slots.write_drafts(plan)
             slots, lengths = logit_lengths(plan)
@@ -108,25 +100,21 @@ class Runner:
         """New tokens, by the rank that has the logits."""
         if not self.ranks.samples:
             return self.ranks.receive_sample(len(rows.slots))
-        sample = self._sampler.sample(logits, rows, columns, bitmask)
+        sample = self.sampler.sample(logits, rows, columns, bitmask)
         self.ranks.broadcast_sample(sample)
         return sample
 
     def _update_tables(self, plan: StepPlan) -> None:
-        """What a request leaves in its slot, the next one overwrites."""
+        """Free slots, and fill those that requests take; what the request before has left there is overwritten."""
         for slot in plan.freed:
-            self._sampler.release(slot)
+            self.sampler.release(slot)
             for release in self.hooks.release:
                 release(slot)
-            if self.draft_model is not None:
-                self.draft_model.release(slot)
         for row in plan.new:
             self._slots.assign(row)
-            self._sampler.assign(row)
+            self.sampler.assign(row)
             for assign in self.hooks.assign:
                 assign(row)
-            if self.draft_model is not None:
-                self.draft_model.release(row.slot)
         for slot, first, blocks in plan.blocks:
             self._slots.extend(slot, first, blocks)
 
@@ -140,7 +128,7 @@ class Runner:
         if logits is not None:
             self.spans.add("replay", began, time.monotonic_ns())
         if logits is None:
-            spans = self._sampler.scored_spans(plan.slots, plan.num_computed, plan.num_tokens)
+            spans = self.sampler.scored_spans(plan.slots, plan.num_computed, plan.num_tokens)
             readers = [
                 (reader, row, count) for reader in self.hooks.readers for row, count in reader.needed(plan).items()
             ]
@@ -185,21 +173,35 @@ class Runner:
         for j in range(first, last, self._score_chunk):
             logits = self.model.logits(hidden.states[j + shift : min(j + self._score_chunk, last) + shift])
             if self.ranks.samples:
-                parts.append(self._sampler.score(logits, slot, j))
+                parts.append(self.sampler.score(logits, slot, j))
         return np.concatenate(parts) if parts else None
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
         """An admin method by name, between two steps."""
-        return self._admin.call(method, args)
+        return _method(method, self.admin.calls(), *(feature.calls() for feature in self.hooks.features))(**args)
 
     def background(self, method: str, args: dict[str, Any]) -> Any:
         """An admin method that may take long, in the background thread."""
-        return self._admin.background(method, args)
+        with self.admin.beside_steps():
+            return _method(method, *(feature.background_calls() for feature in self.hooks.features))(**args)
 
     def copy(self, method: str, args: dict[str, Any]) -> Any:
-        """A method of `KVCopies`, in the thread of its lane."""
-        assert self.copies is not None
-        return self.copies.call(method, args)
+        """A method that copies KV blocks, in the thread of its lane."""
+        return _method(method, *(feature.copy_calls() for feature in self.hooks.features))(**args)
 
     def interrupt(self) -> None:
-        self._admin.interrupt()
+        """Make what the background thread waits for fail soon; from any thread."""
+        for feature in self.hooks.features:
+            feature.interrupt()
+
+
+def _method(name: str, *tables: Calls) -> Callable[..., Any]:
+    for table in tables:
+        if name in table:
+            return table[name]
+    raise NotFound(f"the runner has no method {name!r}")
+
+
+def _has_open_drafts(plan: StepPlan) -> bool:
+    """Whether drafts of the plan are still to be drawn."""
+    return bool(len(plan.draft_token_ids)) and bool((plan.draft_token_ids == DRAWN).any())

@@ -26,7 +26,7 @@ from tokserve.runner.columns import Columns, SampledLogits, TokenSource
 from tokserve.runner.device import Accelerator, Device, Fetched
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.pipeline import Pipeline
-from tokserve.runner.slots import Int64, SamplingColumns, Slots
+from tokserve.runner.tables.slots import Int64, SamplingColumns, Slots
 
 _NONE = -1
 _KINDS = len(LOGPROBS_MODES)

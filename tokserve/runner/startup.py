@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,10 @@ import torch
 from tokserve import checkpoint, ops
 from tokserve.base.errors import NotBuiltIn, StartError
 from tokserve.base.memory import gib, give_back
-from tokserve.config import Config, KVStorePlan, ModelConfig, RuntimeConfig
-from tokserve.families.quantization.methods import WNA16
-from tokserve.features.images.vision import image_format
-from tokserve.features.kv.kv_copies import KVCopies
-from tokserve.features.kv.kv_identity import identity_parts
-from tokserve.features.lora.adapter_slots import LoraTables
-from tokserve.features.pooling.classifier import is_classifier, with_token_ids
-from tokserve.features.pooling.encoder_model import Encoder
-from tokserve.features.ranks.collectives import EngineStore
-from tokserve.features.ranks.ranks import ONE, Ranks, join
-from tokserve.features.speculation.quantized_copy import QuantizedCopy
-from tokserve.gpu.cuda import CudaBackend
+from tokserve.base.rooms import contributions, part
+from tokserve.checkpoint.architectures import is_classifier
+from tokserve.config import Config, ModelConfig, RuntimeConfig
+from tokserve.layers.quant import STORED_INTEGERS
 from tokserve.models import load as models
 from tokserve.models.decoder import Decoder
 from tokserve.models.registry import decoder_spec, is_known
@@ -43,6 +34,7 @@ from tokserve.runner.backend import Backend, Draft
 from tokserve.runner.device import Accelerator, Device
 from tokserve.runner.features import RunnerContext, make_features
 from tokserve.runner.host import HostBackend
+from tokserve.runner.ranks import ONE, Ranks
 from tokserve.runner.runner import Runner
 
 logger = logging.getLogger(__name__)
@@ -70,24 +62,19 @@ def _load(config: Config, ranks: Ranks) -> tuple[Runner, DeviceFacts]:
         ranks.broadcast_text("" if kernels is None else kernels.arithmetic)
     if bound["linear"] != "torch":
         device.set_threads(1)  # the compiled ops have their own threads; torch's would fight them for the cores
-    model = _model(config, target, ranks)
+    model = _model(target, ranks, config)
     _advise(config, model, kernels)
-    lora = LoraTables(config.lora, model, config.weights) if config.lora.enable_lora else None
-    if lora is not None:
-        lora.attach(model)
-    draft = _draft(config, target, model)
-    if draft is not None and draft.copy is not None and lora is not None:
-        lora.attach(draft.model)
+    drafts = (load_draft(config, model, partial(_model, target, ONE)) for _, load_draft in contributions("draft"))
+    draft = next((draft for draft in drafts if draft is not None), None)
     loaded = time.perf_counter()
     backend = make_backend(target, model, config, draft, ranks)
     images = _images(config, model)
     if images is not None:
         backend.slots.images = images
-    runner = Runner(
-        model, backend, config, lora, make_features(RunnerContext(config, model, backend, images, threads)), ranks
-    )
+    runner = Runner(model, backend, config, ranks)
+    runner.use(make_features(RunnerContext(config, runner, images, threads)))
     with torch.inference_mode():
-        for adapter in (-1,) if lora is None else (-1, 0):
+        for adapter in (-1, 0) if config.lora.enable_lora else (-1,):
             _warm_up(runner, adapter)
         exact = model.exact and backend.is_batch_invariant(model)
         if model.exact:
@@ -112,53 +99,31 @@ def _load(config: Config, ranks: Ranks) -> tuple[Runner, DeviceFacts]:
         "warm_up_seconds": round(time.perf_counter() - loaded, 3),
         **runner.call("memory", {}),
     }
-    runner.copies = _copies(runner, config, facts)
+    for feature in runner.hooks.features:
+        feature.on_start(facts)
     kinds = {"embeddings": 4 * model.spec.hidden} | ({} if images is None else {KIND: 0})
-    whole = isinstance(model, Encoder)
-    return runner, DeviceFacts(backend.layout, model.spec.vocab, "0", facts, kinds, images, whole)
-
-
-def _copies(runner: Runner, config: Config, facts: dict[str, Any]) -> KVCopies | None:
-    """What keeps KV blocks besides the KV cache, if something does; its size is added to `facts`."""
-    plan = config.kv.store()
-    if plan is None:
-        return None
-    if not isinstance(runner.model, Decoder) or runner.model.implementation != "tokserve":
-        raise StartError("option kv_offloading_size: not with --model-impl transformers")
-    if not config.cache.enable_prefix_caching:
-        raise StartError("option kv_offloading_size: needs enable_prefix_caching")
-    if runner.backend.routed is not None:
-        raise StartError("options kv_offloading_size and enable_return_routed_experts exclude each other")
-    layout = runner.backend.layout
-    if any(spec.dtype == kvcache.FLOAT8 for spec in layout.specs):
-        raise StartError("option kv_offloading_size: a KV cache of float8 is not supported")
-    if (ranks := runner.ranks).size > 1:  # each keeps its part of the blocks
-        directory = plan.directory and str(Path(plan.directory) / f"rank{ranks.rank}")
-        memory, disk = (number // ranks.size for number in (plan.memory_bytes, plan.disk_bytes))
-        plan = KVStorePlan(memory_bytes=memory, directory=directory, disk_bytes=disk)
-    copies = KVCopies(plan, runner.backend, lambda: identity_parts(runner.model, layout, config, facts))
-    facts |= {"kv_store_slots": copies.num_slots, "kv_block_bytes": copies.slot_bytes}
-    return copies
+    return runner, DeviceFacts(backend.layout, model.spec.vocab, "0", facts, kinds, images, model.reads_both_ways)
 
 
 def _images(config: Config, model: Decoder) -> ImageFormat | None:
     """What an image is to the model; None: it reads none."""
     if model.tower is None:
         return None
-    directory = Path(config.model.model)
-    return image_format(directory, checkpoint.hf_config(directory) | (config.model.hf_overrides or {}))
+    read_format: Callable[[Config], ImageFormat | None] = part("images", "read_format")
+    return read_format(config)
 
 
-def _model(config: Config, target: Device | Accelerator, ranks: Ranks) -> Decoder:
+def _model(target: Device | Accelerator, ranks: Ranks, config: Config) -> Decoder:
     options = config.model
-    file = checkpoint.gguf_file(options.model)
+    file = checkpoint.single_file(options.model)
     name, types = (options.model, "") if file is None else (file[0], f"{file[1]}; ")
     logger.info("loading %s (%s%s)", name, types, options.dtype)
     directory = checkpoint.locate(options.model, weights=options.load_format != "dummy")
     hf = checkpoint.hf_config(directory) | (options.hf_overrides or {})
     if not hf.get("architectures"):
-        hf = import_module("tokserve.families.hf.config").with_architecture(hf)
-    hf = with_token_ids(Path(options.tokenizer or directory), hf)
+        hf = part("hf", "with_architecture")(hf)
+    if is_classifier(hf):
+        hf = part("pooling", "with_token_ids")(Path(options.tokenizer or directory), hf)
     common: dict[str, Any] = {
         "dtype": options.dtype,
         "head_dtype": options.head_dtype,
@@ -180,7 +145,8 @@ def _model(config: Config, target: Device | Accelerator, ranks: Ranks) -> Decode
             raise StartError(
                 "option tensor_parallel_size or pipeline_parallel_size: a transformers module is not divided"
             )
-        return import_module("tokserve.families.hf.load").load(directory, hf, **common)
+        decoder: Decoder = part("hf", "load")(directory, hf, **common)
+        return decoder
     try:
         decoder_spec(hf)
     except NotBuiltIn as refusal:
@@ -219,36 +185,11 @@ def _through_transformers(
 ) -> Decoder:
     """The model that no spec function reads, for the reason given, if transformers' module can be served."""
     try:
-        model: Decoder = import_module("tokserve.families.hf.load").load(directory, hf, **options)
+        model: Decoder = part("hf", "load")(directory, hf, **options)
     except StartError as error:
         raise StartError(f"{refusal}; nor is it served by --model-impl transformers: {error}") from None
     logger.warning("the reason: %s", refusal)
     return model
-
-
-def _draft(config: Config, target: Device | Accelerator, model: Decoder) -> Draft | None:
-    plan = config.speculation.resolved()
-    if plan.method == "self":
-        copy = QuantizedCopy(model, plan.quantization or "int8")
-        return Draft(copy.decoder, 0, copy)
-    if plan.method != "draft_model":
-        return None
-    options = msgspec.structs.replace(
-        config.model,
-        model=plan.model,
-        quantization=plan.quantization,
-        quantize_lm_head=plan.quantization is not None,
-        head_dtype="auto",
-        hf_overrides=None,
-        model_impl="auto",
-    )
-    second = _model(msgspec.structs.replace(config, model=options), target, ONE)
-    if second.spec.vocab != model.spec.vocab:
-        raise StartError(
-            f"option speculative_config: the draft model's vocabulary has {second.spec.vocab} tokens, and the model's "
-            f"{model.spec.vocab}: they must be the same"
-        )
-    return Draft(second, len(model.kv_specs()))
 
 
 def make_backend(
@@ -269,23 +210,9 @@ def make_backend(
     if isinstance(target, Accelerator):
         if config.model.enable_return_routed_experts:
             raise StartError("option enable_return_routed_experts is for the CPU; this device does not have it yet")
-        return CudaBackend(target, specs, config, max_model_len, model, draft, ranks)
+        backend: Backend = part("gpu", "backend")(target, specs, config, max_model_len, model, draft, ranks)
+        return backend
     return HostBackend(target, specs, config, max_model_len, model.spec, draft, ranks)
-
-
-def join_ranks(
-    rank: int,
-    tensor: int,
-    stages: int,
-    put: Callable[[str, bytes], None],
-    get: Callable[[str], bytes],
-    kind: str,
-    address: str,
-) -> Ranks:
-    """Meet the other ranks, which put values under keys that this one can get, and the other way round."""
-    target = device.use(kind)
-    store, nccl = EngineStore(put, get), isinstance(target, Accelerator)
-    return join(rank, tensor, stages, store, target.torch_device, address, nccl=nccl)
 
 
 def _with_arithmetic(config: Config, ranks: Ranks) -> RuntimeConfig:
@@ -308,7 +235,7 @@ def _warm_up(runner: Runner, adapter: int) -> None:
         runner.execute(StepPlan(0, zero, length * one, zero, zero, one, none, [row], [(0, 0, blocks)]))
         if length < max_tokens:
             runner.execute(StepPlan(0, zero, one, length * one, zero, one, none))
-        if runner.draft_model is not None and length + 1 < max_tokens and length + 1 < layout.block_size * len(blocks):
+        if runner.hooks.draw and length + 1 < max_tokens and length + 1 < layout.block_size * len(blocks):
             drawn = np.full(1, DRAWN, np.int32)
             runner.execute(StepPlan(0, zero, 2 * one, length * one, one, 2 * one, drawn))
     runner.execute(StepPlan(0, none, none, none, none, none, none, freed=[0]))
@@ -317,7 +244,12 @@ def _warm_up(runner: Runner, adapter: int) -> None:
 def _advise(config: Config, model: Decoder, kernels: CpuKernels | None) -> None:
     """Log what would be faster: where float32 is multiplied, integers of 4 bits are converted to it first."""
     rounds = config.model.quantization_activations is not None
-    if kernels is not None and kernels.arithmetic == FMA and model.quantization in ("int4", WNA16.name) and not rounds:
+    if (
+        kernels is not None
+        and kernels.arithmetic == FMA
+        and model.quantization in ("int4", STORED_INTEGERS)
+        and not rounds
+    ):
         logger.info(
             "activations are not rounded: --quantization-activations int8 is faster on this processor, "
             "and changes logprobs slightly (docs/quantization.md)"

@@ -22,7 +22,7 @@ from tokserve.protocol.plan import (
 )
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.sampler import SampledTokens
-from tokserve.runner.slots import Int64, SamplingColumns
+from tokserve.runner.tables.slots import Int64, SamplingColumns
 
 NO_TOKENS = SampledTokens(np.zeros(0, np.int32), None)
 

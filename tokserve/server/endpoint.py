@@ -53,6 +53,7 @@ class Endpoint:
     `control` and from keys; None: those of a command or of a body.  `query`: parameters in the query, with their
     types.  `text`: needs a tokenizer.  `page`: needs --ui.  `runner`: the runner that it needs.  `control`: a control
     route, for which `auth` has rules of its own.  `guarded`: its hosts are checked.  `errors`: the shape of its errors.
+    `msgpack`: replies in JSON are sent as msgpack where a client asks for it.
     """
 
     methods: tuple[str, ...]
@@ -69,6 +70,7 @@ class Endpoint:
     raises: frozenset[int] | None = None
     also: tuple[tuple[int, Any], ...] = ()
     query: tuple[tuple[str, Any], ...] = ()
+    msgpack: bool = True
 
     @property
     def replies(self) -> tuple[Any, ...]:

@@ -16,10 +16,10 @@ from msgspec import UNSET, UnsetType
 from tokserve.base.errors import RequestError
 from tokserve.client.inputs import bare_id
 from tokserve.client.outputs import ChoiceOutput, DraftCounts
-from tokserve.features.speculation import draft_metrics
-from tokserve.features.speculation.draft_metrics import ReplyMetrics
 from tokserve.protocol.params import DraftReport, SamplingParams
 from tokserve.server.observer import Observer, Render
+from tokserve.server.replies import reply_metrics
+from tokserve.server.replies.reply_metrics import ReplyMetrics
 from tokserve.server.replies.timing import set_times
 
 T = TypeVar("T")
@@ -237,9 +237,9 @@ class Generation:
         if reports_times:
             set_times(metrics, self._times, self.completion_tokens)
         if self.draft_report != "none":
-            report = draft_metrics.speculative_decoding(self._drafts, self.draft_report, self.most_drafts)
+            report = reply_metrics.speculative_decoding(self._drafts, self.draft_report, self.most_drafts)
             if sources:
-                report.sources = draft_metrics.by_source(self._drafts)
+                report.sources = reply_metrics.by_source(self._drafts)
             metrics.speculative_decoding = report
         return metrics
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import product
 from typing import Any
 
 import msgspec
 from pydantic import BaseModel
 
-from tokserve.dialects.openai.schemas import NO_LIMIT
-from tokserve.dialects.openai.tools import MAX_CALLS
+from tokserve.base.rooms import contributions
 from tokserve.protocol.params import SamplingParams
 from tokserve.server import descriptions
 from tokserve.server.endpoint import Content, Endpoint
@@ -33,7 +31,6 @@ NUMBERS |= {
     "max_completion_tokens": NUMBERS["max_tokens"],
     "max_output_tokens": NUMBERS["max_tokens"],
     "top_logprobs": NUMBERS["logprobs"],
-    "max_tool_calls": {"minimum": 1, "maximum": MAX_CALLS},
 }
 OTHERS: dict[str, JsonSchema] = declared.limits(str, list[int]) | {
     "request_id": {"pattern": f"^[ -~]{{1,{MAX_ID}}}$"},
@@ -46,43 +43,6 @@ OTHERS: dict[str, JsonSchema] = declared.limits(str, list[int]) | {
     "logit_bias": {"propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"}},
 }
 OTHERS |= {name: IDS | OTHERS[name] for name in ("allowed_token_ids", "logprob_token_ids")}
-PROMPT: JsonSchema = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        IDS,
-        {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string", "minLength": 1}, IDS]}},
-    ]
-}
-ONE_OF_REQUIRED = {
-    "GenerateBody": ("token_ids", "token_ids_b64"),
-    "ChatBody": ("messages", "tokens"),
-    "CompletionBody": ("prompt",),
-    "ResponsesBody": ("input",),
-}
-# of Anthropic's routes: their conversation, with the contents that need nothing else, and a model that must be named
-CONVERSATIONS = ("MessagesBody", "CountTokensBody")
-TURNS: JsonSchema = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "type": "object",
-        "required": ["role", "content"],
-        "properties": {
-            "role": {"enum": ["user", "assistant", "system"]},
-            "content": {
-                "anyOf": [
-                    {"type": "string"},
-                    {
-                        "type": "array",
-                        "items": {"type": "object", "required": ["type"], "properties": {"type": {"type": "string"}}},
-                    },
-                ]
-            },
-        },
-    },
-}
-UNLIMITED = ("ChatBody", "SglangChatBody", "CompletionBody", "ResponsesBody")  # bodies that can ask for no limit
-OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 TAGS = [{"name": name, "description": text} for name, text in descriptions.TAGS]
 OBJECTS = ("kv_transfer_params",)
 EVENT: JsonSchema = {
@@ -91,7 +51,6 @@ EVENT: JsonSchema = {
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
 }
-JSON_ONLY = "tokserve.dialects.sglang"  # whose replies are never msgpack
 
 
 def document(described: dict[str, Any], endpoints: Iterable[Endpoint], models: Sequence[str] | None) -> dict[str, Any]:
@@ -138,7 +97,7 @@ def _responses(endpoint: Endpoint) -> dict[int | str, dict[str, Any]]:
         responses[status] = {"description": descriptions.STATUSES[status], "content": _content([*known, reply])}
     if endpoint.replies:
         content = _content(endpoint.replies)
-        if JSON in content and not endpoint.handler.__module__.startswith(JSON_ONLY):
+        if JSON in content and endpoint.msgpack:
             content[MSGPACK] = content[JSON]
         if endpoint.streams:
             content["text/event-stream"] = {"schema": EVENT}
@@ -181,35 +140,20 @@ def _components(endpoints: list[Endpoint], models: Sequence[str] | None) -> dict
         components[model.__name__] = described
     sampling = components["SamplingParams"]["properties"]
     for name, field in sampling.items():  # null is the default of every parameter
-        if not _branch(field, "null"):
+        if not branch(field, "null"):
             sampling[name] = {"anyOf": [field, {"type": "null"}], "default": field["default"]}
     for name in {body.__name__ for body in bodies if "body" in body.__name__.lower()} | {"SamplingParams"}:
         _narrow(components[name], models)
-    for name, needed in ONE_OF_REQUIRED.items():
-        if name in components:
-            components[name]["anyOf"] = [{"required": [field]} for field in needed]
-    for name in CONVERSATIONS:
-        if name in components:
-            components[name]["properties"] |= {
-                "messages": TURNS,
-                "model": {"type": "string", "minLength": 1} if models is None else {"enum": list(models)},
-            }
-            components[name]["required"] = ["model", *components[name]["required"]]
     if "GenerateBody" in components:  # Raw in the struct
         sampling_params: JsonSchema = {
             "anyOf": [{"$ref": _REF.format(name="SamplingParams")}, {"type": "null"}],
             "default": {},
         }
         components["GenerateBody"]["properties"]["sampling_params"] = sampling_params
-    if "CompletionBody" in components:
-        components["CompletionBody"]["properties"]["prompt"] = PROMPT
-    for kind in ("CompletionBody", "SamplingParams"):
-        fields = components[kind]["properties"] if kind in components else {}
-        for name in {"max_tokens", "max_completion_tokens"} & fields.keys():
-            _branch(fields[name], "integer")["minimum"] = 0
-    for name, field in product(UNLIMITED, OUTPUT_LIMITS):
-        if field in components.get(name, {}).get("properties", {}):
-            components[name]["properties"][field]["anyOf"].append({"const": NO_LIMIT})
+        components["GenerateBody"]["anyOf"] = [{"required": ["token_ids"]}, {"required": ["token_ids_b64"]}]
+    branch(sampling["max_tokens"], "integer")["minimum"] = 0  # a prompt can be scored
+    for _, narrow in contributions("schemas"):
+        narrow(components, models)
     return components
 
 
@@ -229,12 +173,12 @@ def _narrow(component: JsonSchema, models: Sequence[str] | None) -> None:
             component["properties"][name] = {"anyOf": [{"type": "object"}, {"type": "null"}], "default": None}
         elif name in NUMBERS:
             for kind in ("integer", "number"):
-                _branch(field, kind).update(NUMBERS[name])
+                branch(field, kind).update(NUMBERS[name])
         elif name in OTHERS:
             for kind in ("string", "array", "object"):
-                _branch(field, kind).update(OTHERS[name])
+                branch(field, kind).update(OTHERS[name])
 
 
-def _branch(field: JsonSchema, kind: str) -> JsonSchema:
+def branch(field: JsonSchema, kind: str) -> JsonSchema:
     """The part of a field's schema that has the type `kind`, or else an empty schema that is not part of it."""
     return next((part for part in field.get("anyOf", [field]) if part.get("type") == kind), {})

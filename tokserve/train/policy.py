@@ -303,7 +303,7 @@ def _masters(directory: Path, decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     for name in weights.layout(entries, decoder.parameters_by_name(), stacked):
         entry = entries.get(name) or (entries.get(HEAD) if name == EMBEDDING else None)  # a tied model may have either
         if entry is None or entry.is_stored or entry.dtype not in FLOATS.values():
-            what = "stored in parts" if entry is None else entry.gguf.tensor.kind if entry.gguf else entry.dtype
+            what = "stored in parts" if entry is None else entry.source.kind if entry.source else entry.dtype
             raise StartError(f"{name} is {what}: a quantized checkpoint cannot be trained")
         master = torch.empty(entry.shape, dtype=torch.float32).copy_(weights.read(entry))
         if name in stacked:

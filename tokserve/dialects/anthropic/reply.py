@@ -21,11 +21,11 @@ from tokserve.dialects.openai.chat import ChatCall
 from tokserve.features.chat.json_scanner import complete_members
 from tokserve.features.chat.output_format import OutputFormat
 from tokserve.features.chat.parsing import Parser
-from tokserve.features.speculation.draft_metrics import ReplyMetrics
 from tokserve.server.generation import Generation
 from tokserve.server.http import body
 from tokserve.server.replies import sse
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, versions
+from tokserve.server.replies.reply_metrics import ReplyMetrics
 from tokserve.server.replies.reply_parts import DeferredParts
 from tokserve.server.serving import Serving
 

@@ -36,7 +36,6 @@ from tokserve.features.chat.conversation_hooks import ConversationTurn
 from tokserve.features.chat.output_format import AnswerStart
 from tokserve.features.chat.text_context import TextContext
 from tokserve.features.grammar import structured
-from tokserve.features.speculation.draft_metrics import ReplyMetrics
 from tokserve.features.speculation.prediction import with_prediction
 from tokserve.protocol.logprobs import width_of
 from tokserve.protocol.params import SamplingParams, StructuredOutputs
@@ -48,6 +47,7 @@ from tokserve.server.replies import fields, logprobs, sse
 from tokserve.server.replies.fields import ColumnFields
 from tokserve.server.replies.logprobs import NO_ROWS
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, last_version, versions
+from tokserve.server.replies.reply_metrics import ReplyMetrics
 from tokserve.server.replies.reply_parts import DeferredParts
 from tokserve.server.serving import FieldPaths, Serving
 

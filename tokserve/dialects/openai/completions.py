@@ -28,7 +28,6 @@ from tokserve.features.beams.beam_search import BeamSearchParams
 from tokserve.features.beams.beam_stream import search_of
 from tokserve.features.chat.thinking_budget import with_markers
 from tokserve.features.grammar import structured
-from tokserve.features.speculation.draft_metrics import ReplyMetrics
 from tokserve.features.speculation.prediction import with_prediction
 from tokserve.protocol.logprobs import width_of
 from tokserve.protocol.params import SamplingParams
@@ -39,6 +38,7 @@ from tokserve.server.replies import fields, logprobs, sse
 from tokserve.server.replies.fields import ColumnFields
 from tokserve.server.replies.logprobs import NO_ROWS, PackedTopLogprobs, TextLogprobs
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, last_version, versions
+from tokserve.server.replies.reply_metrics import ReplyMetrics
 from tokserve.server.replies.reply_parts import DeferredParts, single_part
 from tokserve.server.serving import FieldPaths, Serving
 

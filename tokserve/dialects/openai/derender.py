@@ -24,13 +24,13 @@ from tokserve.dialects.openai import chat, chat_prompts, completions, schemas, t
 from tokserve.dialects.openai.schemas import ChatBody, CompletionBody, RequestBody, TextBody
 from tokserve.dialects.openai.tools import ToolPlan
 from tokserve.features.chat.output_format import AT_CONTENT
-from tokserve.features.speculation.draft_metrics import ReplyMetrics
 from tokserve.protocol.columns import LOGPROBS, PROMPT_LOGPROBS
 from tokserve.protocol.params import MAX_CHOICES, SamplingParams
 from tokserve.server.generation import PromptTokensDetails, Usage
 from tokserve.server.http import body
 from tokserve.server.http.workers import off_loop
 from tokserve.server.replies import logprobs_parser
+from tokserve.server.replies.reply_metrics import ReplyMetrics
 from tokserve.server.serving import Serving
 from tokserve.text.detokenizer import Detokenizer
 from tokserve.text.stops import StopStrings

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tokserve.dialects.openai.response_tools import ServedTool
-from tokserve.dialects.openai.token_segments import OutputToken
+from tokserve.features.chat.token_segments import OutputToken
 
 EmitEvent = Callable[[str, dict[str, Any]], None]  # takes the name of an event, without "response.", and its fields
 INPUT_HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')

@@ -14,8 +14,8 @@ import msgspec
 from tokserve.dialects.openai import tools
 from tokserve.dialects.openai.response_calls import CallItem, EmitEvent, OpenCall, open_call
 from tokserve.dialects.openai.response_tools import ServedTool
-from tokserve.dialects.openai.token_segments import OutputToken, SegmentReader, TokenSegment
 from tokserve.features.chat.parsing import Parser
+from tokserve.features.chat.token_segments import OutputToken, SegmentReader, TokenSegment
 from tokserve.server.replies.logprobs import ChatLogprob, TextOffset
 
 

@@ -27,12 +27,12 @@ from tokserve.dialects.openai.schemas import ChatBody, GeneratingBody, Responses
 from tokserve.features.chat.output_format import OutputFormat
 from tokserve.features.chat.parsing import Parser
 from tokserve.features.chat.text_context import TextContext
-from tokserve.features.speculation.draft_metrics import ReplyMetrics
 from tokserve.server.generation import Generation
 from tokserve.server.http import body, errors
 from tokserve.server.http.workers import off_loop
 from tokserve.server.replies import logprobs, sse
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, versions
+from tokserve.server.replies.reply_metrics import ReplyMetrics
 from tokserve.server.replies.reply_parts import DeferredParts
 from tokserve.server.serving import FieldPaths, Serving
 

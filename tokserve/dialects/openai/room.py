@@ -5,9 +5,17 @@ from __future__ import annotations
 from tokserve.base.rooms import Room
 
 ROOM = Room(
+    requires=(
+        "features.beams",
+        "features.chat",
+        "features.grammar",
+        "features.images",
+        "features.speculation",
+    ),
     endpoints="tokserve.dialects.openai.routes:ENDPOINTS",
     text_endpoints="tokserve.dialects.openai.text_routes:ENDPOINTS",
     messages="tokserve.dialects.openai.inline_messages:make_reader",
+    schemas="tokserve.dialects.openai.openapi_schemas:narrow",
     paths=(
         "/v1/chat/completions",
         "/v1/chat/completions/tokens",

@@ -16,11 +16,11 @@ from msgspec import UNSET, UnsetType
 
 from tokserve.base.errors import LONGEST_SHOWN, RequestError, invalid
 from tokserve.client.outputs import ChoiceOutput
-from tokserve.dialects.openai.token_segments import SegmentReader, TokenSegment
 from tokserve.features.chat import open_turn, tool_grammars
 from tokserve.features.chat.grammars.reasoning import after_reasoning
 from tokserve.features.chat.output_format import AnswerStart, OutputFormat, Thinking, ToolFormat
 from tokserve.features.chat.parsing import Parser
+from tokserve.features.chat.token_segments import SegmentReader, TokenSegment
 from tokserve.features.chat.tool_formats import FORCED, TOOL_FORMATS
 from tokserve.features.chat.tool_grammars import Functions
 from tokserve.protocol import jsonschema

@@ -20,7 +20,6 @@ from tokserve.base.errors import RequestError, invalid
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.dialects.openai import schemas
 from tokserve.dialects.openai.completions import MAX_CHOICES, MAX_PROMPTS
-from tokserve.dialects.openai.token_segments import SegmentReader
 from tokserve.dialects.sglang import sampling
 from tokserve.dialects.sglang.reply import GenerateRenderer, ReplyForm, last_events
 from tokserve.features.chat.open_turn import answer_start
@@ -28,6 +27,7 @@ from tokserve.features.chat.output_format import OutputFormat
 from tokserve.features.chat.parsing import Parser
 from tokserve.features.chat.text_context import TextContext
 from tokserve.features.chat.thinking_budget import with_markers
+from tokserve.features.chat.token_segments import SegmentReader
 from tokserve.features.grammar import structured
 from tokserve.protocol.params import SamplingParams
 from tokserve.server import compat

@@ -16,15 +16,14 @@ from msgspec import UNSET, Raw, UnsetType
 
 from tokserve.base.errors import RequestError
 from tokserve.client.outputs import ChoiceOutput, Column, DraftCounts
-from tokserve.dialects.openai.token_segments import SegmentReader
 from tokserve.families.mixtures.columns import NAME as EXPERTS
 from tokserve.families.mixtures.columns import ExpertRows
+from tokserve.features.chat.token_segments import SegmentReader
 from tokserve.features.masks.columns import NAME as MASKS
 from tokserve.features.masks.reply import mask_lists
-from tokserve.features.speculation import draft_metrics
 from tokserve.server.generation import Generation
 from tokserve.server.http.body import encode_json
-from tokserve.server.replies import logprobs, sse
+from tokserve.server.replies import logprobs, reply_metrics, sse
 from tokserve.server.replies.reply_fields import last_version, prompt_versions, versions
 
 ROWS = 1024  # of a list that are encoded at a time: other threads run in between
@@ -113,7 +112,7 @@ def _triples(ids: Sequence[int], values: Sequence[float], name: Name) -> list[Tr
 
 def _draft_counts(drafts: DraftCounts) -> dict[str, Any]:
     """What meta_info says of the drafts of an ended choice.  Entry j of the histogram: steps that accepted j."""
-    report = draft_metrics.speculative_decoding([drafts], "summary", 0)
+    report = reply_metrics.speculative_decoding([drafts], "summary", 0)
     return {
         "spec_accept_length": report.mean_acceptance_length,
         "spec_accept_rate": report.draft_acceptance_rate,

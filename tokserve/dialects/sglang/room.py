@@ -5,6 +5,17 @@ from __future__ import annotations
 from tokserve.base.rooms import Room
 
 ROOM = Room(
+    requires=(
+        "dialects.openai",
+        "families.mixtures",
+        "features.chat",
+        "features.grammar",
+        "features.label_scores",
+        "features.masks",
+        "features.observe",
+        "features.pooling",
+        "features.weights",
+    ),
     endpoints="tokserve.dialects.sglang.routes:ENDPOINTS",
     needs="sglang_api",
     paths=(

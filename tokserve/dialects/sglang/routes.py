@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import NoneType
 
 from tokserve.dialects.openai.chat import ChatReply
@@ -34,7 +35,7 @@ VECTORS = (pooling.SglangVector, list[pooling.SglangVector])
 READ = ("GET", "POST")
 GET = ("GET",)
 
-ENDPOINTS = (
+_DECLARED = (
     Endpoint(
         ("POST",),
         "/v1/score",
@@ -190,4 +191,8 @@ ENDPOINTS = (
             ("/update_weight_version", weights.update_version, weights.SglangVersionBody, JsonObject),
         )
     ),
+)
+# what the handlers of this package answer is JSON alone
+ENDPOINTS = tuple(
+    replace(one, msgpack=False) if one.handler.__module__.startswith(__package__) else one for one in _DECLARED
 )

@@ -5,5 +5,6 @@ from __future__ import annotations
 from tokserve.base.rooms import Room
 
 ROOM = Room(
+    requires=("features.weights",),
     endpoints="tokserve.dialects.trainers.routes:ENDPOINTS",
 )

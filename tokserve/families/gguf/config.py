@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from tokserve.base.errors import StartError
+from tokserve.checkpoint import ModelFiles
 from tokserve.families.gguf import tokenizer as gguf_tokenizer
-from tokserve.families.gguf.header import GgufHeader, read_headers
+from tokserve.families.gguf.header import SUFFIX, GgufHeader, read_headers
 
 SOURCE = "gguf.json"  # in that directory: the files
 NO_TOKENIZER = "no_tokenizer"  # in it: why the header gives none
@@ -322,3 +323,4 @@ FAMILIES: dict[str, Callable[[_Fields], dict[str, Any]]] = {
     "qwen3moe": _qwen3moe,
     "gpt-oss": _gpt_oss,
 }
+GGUF = ModelFiles(SUFFIX, unpacked, source, file_name, without_tokenizer, "tokserve.families.gguf.gguf_weights:sources")

@@ -11,11 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tokserve.families.quantization.quantized import QuantizedWeight
+from tokserve.families.quantization.quantized import E2M1, QuantizedWeight, power_of_two
 from tokserve.ops.wna16 import SIGNED, UNSIGNED, QuantizedRows
 
 IQ4: tuple[int, ...] = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-E2M1: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the number
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SMALL, LARGE = 32, 256  # elements of a block
 
@@ -26,13 +25,6 @@ def decoded(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Tensor | Quantize
         return raw.view(PLAIN[kind]).view(shape)
     rows = shape[0] if len(shape) == 2 else 1
     return QuantizedWeight((DECODERS[kind](raw.view(rows, -1), shape[-1]),))
-
-
-def power_of_two(exponents: Tensor, bias: int) -> Tensor:
-    """2 ** (exponent - bias) in bfloat16, of bytes; 255 is not-a-number."""
-    powers = torch.exp2(torch.arange(256.0, dtype=torch.float64) - bias).to(torch.bfloat16)
-    powers[255] = torch.nan
-    return powers[exponents.int()]
 
 
 def _blocks(raw: Tensor, columns: int, size: int) -> Tensor:  # [N, blocks, bytes]

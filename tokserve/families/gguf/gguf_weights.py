@@ -72,6 +72,21 @@ class GgufSource:
         return self.tensor.shape
 
     @property
+    def file(self) -> Path:
+        """The file that holds it."""
+        return self.tensor.file
+
+    @property
+    def key(self) -> str:
+        """Its name there."""
+        return self.tensor.name
+
+    @property
+    def kind(self) -> str:
+        """GGUF's name of its type."""
+        return self.tensor.kind
+
+    @property
     def is_plain(self) -> bool:
         """Whether it is stored as floats."""
         return self.tensor.kind in PLAIN
@@ -116,6 +131,21 @@ class GgufExperts:
     def tensor(self) -> GgufTensor:
         """The first tensor."""
         return self.tensors[0]
+
+    @property
+    def file(self) -> Path:
+        """The file that holds it."""
+        return self.tensor.file
+
+    @property
+    def key(self) -> str:
+        """Its name there."""
+        return self.tensor.name
+
+    @property
+    def kind(self) -> str:
+        """GGUF's name of its type."""
+        return self.tensor.kind
 
     @property
     def is_plain(self) -> bool:
@@ -182,18 +212,21 @@ class GgufExpertWeights:
     def joined(self, others: Sequence[StoredWeight]) -> None:
         """Returns None: a weight holds all experts, and is not joined with others."""
 
+    def packed_rows(self) -> None:
+        """Returns None: its rows are not looked up."""
+
 
 def _of_expert(tensor: GgufTensor, index: int) -> GgufTensor:
     size = tensor.size // tensor.shape[0]
     return replace(tensor, shape=tensor.shape[1:], start=tensor.start + index * size, size=size)
 
 
-Source = GgufSource | GgufExperts
+GgufTensors = GgufSource | GgufExperts
 
 
-def sources(files: Sequence[Path]) -> dict[str, Source]:
+def sources(files: Sequence[Path]) -> dict[str, GgufTensors]:
     """Name in the model's own checkpoints -> tensor.  Raises StartError for a tensor that has none."""
-    named: dict[str, Source] = {}
+    named: dict[str, GgufTensors] = {}
     metadata: dict[str, object] = {}
     for header in map(read_header, files):
         metadata = metadata or header.metadata
@@ -208,7 +241,7 @@ def sources(files: Sequence[Path]) -> dict[str, Source]:
     return _gpt_oss(named) if metadata.get("general.architecture") == "gpt-oss" else named
 
 
-def _experts(header: GgufHeader, tensor: GgufTensor) -> dict[str, Source]:
+def _experts(header: GgufHeader, tensor: GgufTensor) -> dict[str, GgufTensors]:
     match tensor.name.split("."):
         case ["blk", number, name, "weight"] if number.isdigit() and name in EXPERTS:
             module, names = EXPERT_NAMES[header.architecture]
@@ -220,9 +253,9 @@ def _experts(header: GgufHeader, tensor: GgufTensor) -> dict[str, Source]:
     raise _unknown(header, tensor)
 
 
-def _gpt_oss(named: dict[str, Source]) -> dict[str, Source]:
+def _gpt_oss(named: dict[str, GgufTensors]) -> dict[str, GgufTensors]:
     """Join the gate and up projections of all experts into one weight."""
-    joined: dict[str, Source] = {}
+    joined: dict[str, GgufTensors] = {}
     for name, source in named.items():
         stem, _, shard = name.rpartition(".experts.")
         if not stem:

@@ -9,8 +9,8 @@ from typing import Any
 
 from tokserve.base.errors import StartError
 from tokserve.families.hf.model import TransformersModel
-from tokserve.families.quantization.quantized import GROUP
 from tokserve.layers.options import LayerOptions
+from tokserve.layers.quant import GROUP
 from tokserve.models import dummy, weights
 from tokserve.models.load import DTYPES, quant_methods
 from tokserve.models.registry import refuse_recurrent

@@ -22,6 +22,7 @@ from tokserve.layers.mlp import GatedMLP, MLPSpec
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import Span
 from tokserve.layers.parameter import Parameter, StackedParameter, StoredWeight, as_dense, owned_copy, part_of, under
+from tokserve.layers.protocols import Routing
 from tokserve.layers.quant import Packed
 
 ExpertActivation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
@@ -77,6 +78,10 @@ class MixtureSpec:
     @property
     def has_experts(self) -> bool:
         return True
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(self.experts, self.router.chosen)
 
     def layer(self, hidden: int, options: LayerOptions) -> Mixture:
         """The layer without weights."""

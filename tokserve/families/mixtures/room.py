@@ -4,4 +4,7 @@ from __future__ import annotations
 
 from tokserve.base.rooms import Room
 
-ROOM = Room(columns="tokserve.families.mixtures.columns:SPECS")
+ROOM = Room(
+    requires=("families.quantization",),
+    columns="tokserve.families.mixtures.columns:SPECS",
+)

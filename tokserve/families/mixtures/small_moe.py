@@ -18,8 +18,8 @@ from tokserve.families.mixtures.moe import (
 )
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.decoder import DecoderSpec
-from tokserve.models.llama import ernie4_5, hunyuan
-from tokserve.models.olmo import olmo2
+from tokserve.models.dense.llama import ernie4_5, hunyuan
+from tokserve.models.dense.olmo import olmo2
 from tokserve.models.spec import HEADLESS, dense, layer_windows, no_extra_layers, window_size
 
 WHOLE_NORMS = {"norm_scope": "all"}  # of all query heads of a token together, and of all key heads

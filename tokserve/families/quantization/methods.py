@@ -12,13 +12,14 @@ from torch import Tensor
 from tokserve import ops
 from tokserve.families.quantization.quantized import Int4, Wna16
 from tokserve.layers.parameter import StoredWeight
-from tokserve.layers.quant import UNQUANTIZED, Packed, QuantMethod, gated
+from tokserve.layers.quant import STORED_INTEGERS, UNQUANTIZED, Packed, QuantMethod, gated
 
 
 class Int8:
     """Weights int8 with a scale per output, activations int8 with a scale per token, both symmetric."""
 
     name: str | None = "int8"
+    keeps_floats = False
     covers_experts = True
     packs_rows = True
 
@@ -95,12 +96,16 @@ class Float8Weight:
         values, scales = torch.cat([weight.values for weight in weights]), [weight.scales for weight in weights]
         return Float8Weight(values, torch.cat(scales, 1), self.group)
 
+    def packed_rows(self) -> None:
+        """Returns None: its rows are not looked up."""
+
 
 class Float8:
     """Weights float8 (e4m3) with a scale per output, activations float8 with a scale per token.  A weight that is
     stored as float8 keeps its own scales."""
 
     name: str | None = "fp8"
+    keeps_floats = False
     covers_experts = False
     packs_rows = False
 
@@ -143,3 +148,24 @@ METHODS: dict[str, QuantMethod] = {
     "none": UNQUANTIZED,
     "wna16": WNA16,
 }
+
+
+def quant_methods(
+    quantization: str | None, group_size: int, *, quantize_lm_head: bool, rounded: bool = False
+) -> tuple[QuantMethod, QuantMethod]:
+    """How the projections are quantized, and how the head is, whose activations are `rounded` by int8 alone."""
+    if quantization == "int4":
+        quant: QuantMethod = Int4(group_size, rounded=rounded)
+    elif quantization == STORED_INTEGERS and rounded:
+        quant = Wna16(rounded=True)
+    else:
+        quant = UNQUANTIZED if quantization is None else METHODS[quantization]
+    return quant, _head_method(quant, quantize=quantize_lm_head)
+
+
+def _head_method(quant: QuantMethod, *, quantize: bool) -> QuantMethod:
+    """The method of the head: to quantize it, that of the projections, or int8 where these stay what they are; else it
+    stays what it is."""
+    if quantize:
+        return METHODS["int8"] if quant.name in (None, STORED_INTEGERS) else quant
+    return WNA16 if quant.name in ("int4", STORED_INTEGERS) else UNQUANTIZED

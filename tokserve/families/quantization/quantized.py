@@ -15,9 +15,10 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.layers.parameter import StoredWeight
+from tokserve.layers.quant import GROUP, STORED_INTEGERS
 from tokserve.ops.wna16 import SIGNED, QuantizedRows
 
-GROUP = 128  # inputs that share a scale where nothing else is asked for
+E2M1: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the number
 TENSORS = ("codes", "scales", "sub_scales", "mins", "sub_mins")  # of QuantizedRows, with a row per output
 
 
@@ -78,6 +79,9 @@ class QuantizedWeight:
                     parts.append(part)
         return QuantizedWeight(tuple(parts))
 
+    def packed_rows(self) -> ops.PackedWna16:
+        return ops.pack_wna16(self.parts)
+
 
 def _each(part: QuantizedRows, change: Callable[[str, Tensor], Tensor], *, order: bool = False) -> QuantizedRows:
     """The same with every tensor that is there changed."""
@@ -128,7 +132,8 @@ class Wna16:
     """Weights as their checkpoint stores them, or floats where it stores floats.  `rounded`: activations are rounded to
     8 bits before they are multiplied by integers."""
 
-    name: str | None = "wna16"
+    name: str | None = STORED_INTEGERS
+    keeps_floats = True
     covers_experts = True
     packs_rows = True
 
@@ -177,6 +182,7 @@ class Int4(Wna16):
     """Floats become 4-bit integers with a scale per `group` inputs; what is quantized already stays as it is stored."""
 
     name: str | None = "int4"
+    keeps_floats = False
 
     def __init__(self, group: int = GROUP, *, rounded: bool = False) -> None:
         super().__init__(rounded=rounded)
@@ -193,3 +199,10 @@ class Int4(Wna16):
         if isinstance(weight, Tensor):
             return ops.pack_gated_int4(weight, self.group, self.rounded, *rest)
         return super().pack_gated(weight)
+
+
+def power_of_two(exponents: Tensor, bias: int) -> Tensor:
+    """2 ** (exponent - bias) in bfloat16, of bytes; 255 is not-a-number."""
+    powers = torch.exp2(torch.arange(256.0, dtype=torch.float64) - bias).to(torch.bfloat16)
+    powers[255] = torch.nan
+    return powers[exponents.int()]

@@ -4,4 +4,7 @@ from __future__ import annotations
 
 from tokserve.base.rooms import Room
 
-ROOM = Room(engine="tokserve.families.recurrent.engine:make")
+ROOM = Room(
+    requires=("families.mixtures",),
+    engine="tokserve.families.recurrent.engine:make",
+)

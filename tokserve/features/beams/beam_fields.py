@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from tokserve.base.errors import invalid
-from tokserve.dialects.openai.schemas import TextBody
 from tokserve.features.beams.beam_search import BeamSearchParams
 from tokserve.protocol.params import SamplingParams
+
+if TYPE_CHECKING:
+    from tokserve.dialects.openai.schemas import TextBody
 
 # fields of a body that beam search reads, and those that change nothing in it: of a distribution to draw from
 TAKEN = frozenset(

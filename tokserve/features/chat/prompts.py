@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from tokserve.base.errors import RequestError, invalid
-from tokserve.features.images.parts import ImageUrl
 from tokserve.features.images.python_images import read_images
+from tokserve.protocol.images import ImageUrl
 from tokserve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -129,6 +129,15 @@ def read(prompt: Prompt, tokenizer: Tokenizer | None, how: Tokenization = AS_USU
     if isinstance(prompt, bytes | bytearray):
         raise RequestError(NOT_BYTES, field="prompts")
     return _of_text(prompt, tokenizer, how) if isinstance(prompt, str) else ParsedPrompt(prompt)
+
+
+def read_for_generation(
+    prompt: Prompt, tokenizer: Tokenizer | None, options: Mapping[str, Any] | None, keep: int | None, context: int
+) -> ParsedPrompt:
+    """A prompt as vLLM's `generate` takes it.  `options`: its `tokenization_kwargs`; `keep`: how many of the last
+    tokens are kept, None: all; `context`: the tokens that there is room for.  Raises RequestError."""
+    how = tokenization(options)
+    return Tokenization(keep=keep).shorten(how.shorten(read(prompt, tokenizer, how), context), context)
 
 
 def _from_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer | None, how: Tokenization) -> ParsedPrompt:

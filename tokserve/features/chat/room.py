@@ -4,4 +4,11 @@ from __future__ import annotations
 
 from tokserve.base.rooms import Room
 
-ROOM = Room(text_start="tokserve.features.chat.text_context:check_start")
+ROOM = Room(
+    requires=("features.images",),
+    text_start="tokserve.features.chat.text_context:check_start",
+    parts={
+        "template": "tokserve.features.chat.chat:ChatTemplate",
+        "read_prompt": "tokserve.features.chat.prompts:read_for_generation",
+    },
+)

@@ -4,4 +4,6 @@ from __future__ import annotations
 
 from tokserve.base.rooms import Room
 
-ROOM = Room(engine="tokserve.features.fairness.engine:Fairness")
+ROOM = Room(
+    engine="tokserve.features.fairness.engine:Fairness",
+)

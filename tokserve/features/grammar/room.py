@@ -4,4 +4,7 @@ from __future__ import annotations
 
 from tokserve.base.rooms import Room
 
-ROOM = Room(engine="tokserve.features.grammar.engine:GrammarFeature")
+ROOM = Room(
+    engine="tokserve.features.grammar.engine:GrammarFeature",
+    parameters="tokserve.features.grammar.structured:read_parameter",
+)

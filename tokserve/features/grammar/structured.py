@@ -64,6 +64,15 @@ def drop_ignored_fields(value: dict[Any, Any], path: str) -> dict[Any, Any]:
     return {name: field for name, field in value.items() if field is not None and name not in IGNORED_OPTIONS}
 
 
+def read_parameter(name: str, value: Any, prefix: str) -> Any:
+    """The value of a sampling parameter: of structured outputs, without nulls and ignored fields.  Raises RequestError
+    for the names that other servers have for them."""
+    refuse_other_names(name, value, prefix)
+    if name == "structured_outputs" and isinstance(value, dict):
+        return drop_ignored_fields(value, f"{prefix}{name}")
+    return value
+
+
 def with_default(params: SamplingParams, defaults: FormDefaults) -> SamplingParams:
     """The parameters with what their structured outputs do not say."""
     if params.structured_outputs is None:

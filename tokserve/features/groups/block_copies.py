@@ -11,7 +11,7 @@ from tokserve.runner.features import RunnerContext, RunnerFeature
 
 
 def make(context: RunnerContext) -> RunnerFeature:
-    return BlockCopies(context.backend)
+    return BlockCopies(context.runner.backend)
 
 
 class BlockCopies(RunnerFeature):

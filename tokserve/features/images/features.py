@@ -88,5 +88,5 @@ def make(context: RunnerContext) -> RunnerFeature:
     encoder = None
     if context.images is not None:
         encoder = ImageEncoder(context.images, context.config.media.mm_encoder_cache_bytes, context.threads)
-    model = context.model
-    return FeatureTable(model.spec.hidden, model.dtype, context.backend.device.torch_device, encoder)
+    model = context.runner.model
+    return FeatureTable(model.spec.hidden, model.dtype, context.runner.backend.device.torch_device, encoder)

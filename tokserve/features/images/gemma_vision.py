@@ -10,9 +10,9 @@ from typing import Any
 from tokserve.features.images.siglip import SiglipSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
-from tokserve.models import gemma
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.decoder import DecoderSpec, Renames
+from tokserve.models.dense import gemma
 from tokserve.models.spec import activation
 
 # The tower's names with and without the prefix of the whole model, and with that of its module in older checkpoints.

@@ -12,26 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokserve.base.errors import RequestError, invalid
+from tokserve.protocol.images import ImageUrl, Placeholder
 
 CHAT_KINDS = ("image_url", "input_image", "image")  # of parts: in chat, in responses, and in transformers
 OTHER_MEDIA = ("audio_url", "input_audio", "video_url", "video", "audio", "image_embeds", "file", "input_file")
 CONTENT_PART = ("type", "url", "image_url", "uuid")  # fields of an entry of content_parts
 MAX_UUID = 256  # characters
-
-
-class ImageUrl(NamedTuple):
-    """An image in a request.  `field`: the path of its URL in the body; `uuid`: the client's name of the image."""
-
-    url: str
-    field: str
-    uuid: str | None = None
-
-
-class Placeholder(NamedTuple):
-    """Where the tokens of an image lie in a prompt."""
-
-    offset: int
-    length: int
 
 
 class ImageSlots:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from tokserve.base.errors import RequestError, invalid
-from tokserve.features.images.parts import CHAT_KINDS, ImageUrl
+from tokserve.features.images.parts import CHAT_KINDS
+from tokserve.protocol.images import ImageUrl
 
 FORMS = "a Pillow image, a uint8 array [height, width, 3 or 4] or [height, width], the bytes of a file, or a URL"
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")

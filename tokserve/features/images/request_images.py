@@ -21,10 +21,10 @@ from starlette.requests import Request
 from tokserve.base.errors import RequestError, Unavailable, invalid, mistyped
 from tokserve.features.images.media.cache import NamedImages
 from tokserve.features.images.media.images import refuse_images, with_images
-from tokserve.features.images.parts import ImageUrl, check_count, content_parts
+from tokserve.features.images.parts import check_count, content_parts
 from tokserve.features.images.server_images import ServerImages
 from tokserve.features.images.vision import check_image, decode_image, encode_image
-from tokserve.protocol.images import KIND, Grid, ImageFormat
+from tokserve.protocol.images import KIND, Grid, ImageFormat, ImageUrl
 from tokserve.protocol.prompt import Feature, TokenPrompt
 from tokserve.server.http.disconnect import CancelOnDisconnect
 from tokserve.server.http.workers import off_loop

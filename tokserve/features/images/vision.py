@@ -6,8 +6,7 @@ of a feature of kind `KIND`.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tokserve import checkpoint
 from tokserve.base.errors import RequestError, StartError
 from tokserve.checkpoint import read_json
-from tokserve.protocol.images import Grid, ImageFormat
+from tokserve.config import Config
+from tokserve.protocol.images import HEADER, Grid, ImageFormat
 from tokserve.protocol.prompt import Feature
 
-HEADER = struct.Struct("<4i")  # t, h, w, number of the dtype
 DTYPES = (np.dtype("|u1"), np.dtype("<f4"))
 Int64 = NDArray[np.int64]
 # what the processors in transformers take where preprocessor_config.json says nothing
@@ -54,6 +54,12 @@ def image_format(directory: Path, hf: Mapping[str, Any]) -> ImageFormat | None:
         channels=channels,
         **_normalization(processor, channels, QWENS),
     )
+
+
+def read_format(config: Config) -> ImageFormat | None:
+    """What an image is to the model of these options; None: it takes no images.  Raises StartError."""
+    directory = Path(config.model.model)
+    return image_format(directory, checkpoint.hf_config(directory) | (config.model.hf_overrides or {}))
 
 
 def processor_config(directory: Path) -> dict[str, Any]:
@@ -139,11 +145,6 @@ def encode_image(patches: NDArray[Any], grid: Grid) -> bytes:
     return HEADER.pack(*grid, DTYPES.index(patches.dtype)) + np.ascontiguousarray(patches).tobytes()
 
 
-def image_grid(encoded: bytes) -> Grid:
-    """The grid in the data of a feature that `check_image` has passed."""
-    return Grid(*HEADER.unpack_from(encoded)[:3])
-
-
 def decode_image(encoded: bytes, kind: ImageFormat) -> tuple[NDArray[np.float32], Grid]:
     """Normalized patches [grid.patches, patch_elements], and the grid, of the data that `check_image` has passed."""
     *sizes, number = HEADER.unpack_from(encoded)
@@ -187,22 +188,3 @@ def check_image(feature: Feature, kind: ImageFormat, field: str = "features") ->
         )
     if DTYPES[number].kind == "f" and not np.isfinite(np.frombuffer(feature.data, "<f4", offset=HEADER.size)).all():
         raise RequestError(f"{field}: pixels must be finite", field=field)
-
-
-def rope_positions(images: Sequence[tuple[int, Grid]], merge: int) -> tuple[Int64, int]:
-    """Positions of a prompt's tokens along (t, h, w) up to the end of its last image: int64[3, n]; and what is added to
-    the index of every later token to give its position, alike on the three axes.
-
-    `images`: where the tokens of each begin, in order.  A text's tokens count on from the largest position before;
-    those of an image share one position in time, and have their row and column from there on.
-    """
-    parts, position, end = [], 0, 0
-    for start, grid in images:
-        text = np.arange(position, position + start - end, dtype=np.int64)
-        parts.append(np.broadcast_to(text, (3, len(text))))
-        position += start - end
-        rows, columns = grid.h // merge, grid.w // merge
-        parts.append(np.indices((grid.t, rows, columns), dtype=np.int64).reshape(3, -1) + position)
-        end = start + grid.t * rows * columns
-        position += max(grid.t, rows, columns)
-    return np.concatenate(parts, axis=1) if parts else np.empty((3, 0), np.int64), position - end

@@ -14,10 +14,10 @@ from tokserve.features.images.tower_layers import MergerSpec
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
-from tokserve.models import llama
 from tokserve.models.block import BlockSpec
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.decoder import DecoderSpec, Renames
+from tokserve.models.dense import llama
 from tokserve.models.spec import activation
 
 # The tower's names, and those of the text model, in checkpoints of before and since transformers 4.52.

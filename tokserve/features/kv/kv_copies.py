@@ -10,18 +10,23 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from numpy import copyto, frombuffer, uint8
 from numpy.typing import NDArray
 
-from tokserve.base.errors import StartError
+from tokserve.base.errors import NotFound, StartError
 from tokserve.config import KVStorePlan
 from tokserve.features.kv.kv_files import BlockFiles, FileError
+from tokserve.features.kv.kv_identity import identity_parts
+from tokserve.models.decoder import Decoder
 from tokserve.protocol.kv_spec import KVSpec
+from tokserve.runner import kvcache
 from tokserve.runner.backend import Backend
 from tokserve.runner.device import Accelerator
+from tokserve.runner.features import Calls, RunnerContext, RunnerFeature
 
 Bytes = NDArray[uint8]
 
@@ -52,7 +57,7 @@ class KVCopies:
         self._files = None
         if plan.directory is not None:
             self._files = BlockFiles(plan.directory, plan.disk_bytes, self.slot_bytes)
-        self._methods: dict[str, Callable[..., Any]] = {
+        self.methods: Calls = {
             "save_blocks": self._save,
             "load_blocks": self._load,
             "write_files": self._write,
@@ -62,9 +67,6 @@ class KVCopies:
             "read_blocks": self._read_blocks,
             "write_blocks": self._write_blocks,
         }
-
-    def call(self, method: str, args: dict[str, Any]) -> Any:
-        return self._methods[method](**args)
 
     def identity_parts(self) -> dict[str, str]:
         """What KV that is computed now depends on."""
@@ -149,3 +151,55 @@ class KVCopies:
     def _clear(self) -> None:
         if self._files is not None:
             self._files.clear()
+
+
+class RunnerCopies(RunnerFeature):
+    """`copies` is None before the end of the start, whose facts identify what the blocks hold."""
+
+    def __init__(self, context: RunnerContext, plan: KVStorePlan) -> None:
+        self._context, self._plan = context, plan
+        self.copies: KVCopies | None = None
+
+    def on_start(self, facts: dict[str, Any]) -> None:
+        """Take the memory.  Raises StartError."""
+        runner, config, plan = self._context.runner, self._context.config, self._plan
+        layout = runner.backend.layout
+        _check(self._context)
+        if (ranks := runner.ranks).size > 1:  # each keeps its part of the blocks
+            directory = plan.directory and str(Path(plan.directory) / f"rank{ranks.rank}")
+            memory, disk = (number // ranks.size for number in (plan.memory_bytes, plan.disk_bytes))
+            plan = KVStorePlan(memory_bytes=memory, directory=directory, disk_bytes=disk)
+        copies = KVCopies(plan, runner.backend, lambda: identity_parts(runner.model, layout, config, facts))
+        facts |= {"kv_store_slots": copies.num_slots, "kv_block_bytes": copies.slot_bytes}
+        self.copies = copies
+
+    def background_calls(self) -> Calls:
+        return {"kv_identity": self._identity}
+
+    def copy_calls(self) -> Calls:
+        return {} if self.copies is None else self.copies.methods
+
+    def _identity(self) -> Any:
+        if self.copies is None:
+            raise NotFound("the runner keeps no copies of KV blocks")
+        parts = self.copies.identity_parts
+        consistent = self._context.offers.get("consistent")
+        return parts() if consistent is None else consistent(parts)
+
+
+def make(context: RunnerContext) -> RunnerCopies | None:
+    plan = context.config.kv.store()
+    return None if plan is None else RunnerCopies(context, plan)
+
+
+def _check(context: RunnerContext) -> None:
+    """Raise StartError for a model or options whose blocks cannot be copied."""
+    runner = context.runner
+    if not isinstance(runner.model, Decoder) or runner.model.implementation != "tokserve":
+        raise StartError("option kv_offloading_size: not with --model-impl transformers")
+    if not context.config.cache.enable_prefix_caching:
+        raise StartError("option kv_offloading_size: needs enable_prefix_caching")
+    if runner.backend.routed is not None:
+        raise StartError("options kv_offloading_size and enable_return_routed_experts exclude each other")
+    if any(spec.dtype == kvcache.FLOAT8 for spec in runner.backend.layout.specs):
+        raise StartError("option kv_offloading_size: a KV cache of float8 is not supported")

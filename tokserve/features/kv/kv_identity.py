@@ -10,8 +10,8 @@ from typing import Any
 
 from tokserve import __version__
 from tokserve.config import Config
-from tokserve.features.weights.in_place import tensors_of
 from tokserve.models.decoder import Decoder
+from tokserve.models.in_place import tensors_of
 from tokserve.protocol.kv_spec import KVLayout
 from tokserve.rl.digests import checksum
 

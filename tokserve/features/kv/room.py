@@ -4,4 +4,10 @@ from __future__ import annotations
 
 from tokserve.base.rooms import Room
 
-ROOM = Room(engine="tokserve.features.kv.external_kv:make", columns="tokserve.features.kv.transfer_check:SPECS")
+ROOM = Room(
+    requires=("rl",),
+    engine="tokserve.features.kv.external_kv:make",
+    runner="tokserve.features.kv.kv_copies:make",
+    parts={"check_transfer": "tokserve.features.kv.transfer_check:check_transfer"},
+    columns="tokserve.features.kv.transfer_check:SPECS",
+)

@@ -4,4 +4,7 @@ from __future__ import annotations
 
 from tokserve.base.rooms import Room
 
-ROOM = Room(endpoints="tokserve.features.label_scores.routes:ENDPOINTS")
+ROOM = Room(
+    requires=("dialects.openai",),
+    endpoints="tokserve.features.label_scores.routes:ENDPOINTS",
+)

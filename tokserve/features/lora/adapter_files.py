@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from tokserve import checkpoint
 from tokserve.base.errors import RequestError, StartError
-from tokserve.features.lora.layer import LowRank
+from tokserve.layers.low_rank import LowRank
 from tokserve.models import weights
 from tokserve.models.formats import FLOATS, is_finite
 from tokserve.models.weights import Entry

@@ -13,9 +13,10 @@ from typing import Any
 from tokserve.base.errors import NotFound, RequestError
 from tokserve.config import LoraConfig, WeightsConfig
 from tokserve.features.lora import adapter_files
-from tokserve.features.lora.layer import LoraSlots, LowRank
+from tokserve.features.lora.layer import LoraSlots
 from tokserve.features.lora.pushed_adapter import AdapterFit, AdapterStaging, PushedAdapter, check_push_base
 from tokserve.features.weights import weight_sources as sources
+from tokserve.layers.low_rank import LowRank
 from tokserve.models.decoder import Decoder
 from tokserve.rl.digests import checksum
 

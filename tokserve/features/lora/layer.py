@@ -6,21 +6,13 @@ Slots outlive the layer's weight: a model with other weights is given the same o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tokserve import ops
-
-
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """What one adapter adds to one shard of a layer: scale * up down."""
-
-    down: Tensor  # [r, inputs]
-    up: Tensor  # [outputs, r]
-    scale: float
+from tokserve.layers.low_rank import LowRank
+from tokserve.layers.protocols import random_rows
 
 
 class LoraSlots:
@@ -52,6 +44,15 @@ class LoraSlots:
     def add(self, out: Tensor, x: Tensor, adapters: Tensor) -> None:
         """Add to out [T, outputs], made from x [T, inputs], for each row what the adapter in slot adapters[t] adds."""
         ops.add_lora(out, x, adapters, self._down, self._up, self._ranks, self._scales, self._sizes)
+
+    def trial(self) -> LoraSlots:
+        """Slots like these with two adapters of the largest rank, of random weights."""
+        slots = LoraSlots(self.inputs, self.shards, 2, self.rank, self.dtype)
+        for slot in range(2):
+            for shard, outputs in self.shards.items():
+                down = random_rows(slot, self.rank, self.inputs) / self.inputs**0.5
+                slots.place(slot, shard, LowRank(down, random_rows(slot + 2, outputs, self.rank), 1.0))
+        return slots
 
     def num_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in (self._down, self._up))

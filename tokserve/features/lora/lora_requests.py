@@ -1,4 +1,4 @@
-"""The adapter of a request in the Python API: `LoRARequest`, and which of them must be loaded before a request is sent.
+"""The adapters of requests in the Python API: which of them must be loaded before a request is sent.
 
 The engine knows adapters by name only.  A `LoRARequest` also has an id and a directory: with another id, another
 directory or new files it means other weights, and what was loaded under the name is loaded again.
@@ -7,51 +7,17 @@ directory or new files it means other weights, and what was loaded under the nam
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokserve.base.errors import RequestError, StartError
 from tokserve.checkpoint import ADAPTER_FILES, locate_adapter
+from tokserve.protocol.adapter_choice import AdapterChoice, LoRARequest
 from tokserve.protocol.messages import Status
 
 FIELD = "lora_request"
-
-
-@dataclass(frozen=True, slots=True)
-class LoRARequest:
-    """Which adapter a request is for, as in vLLM: adapters are identified by name; another `lora_int_id` or `lora_path`
-    than before, or changed files, have it loaded again, and `load_inplace` in any case.  The other fields have no
-    effect: they follow from the files."""
-
-    lora_name: str
-    lora_int_id: int = 0
-    lora_path: str | os.PathLike[str] = ""
-    base_model_name: str | None = None
-    load_inplace: bool = False
-    is_3d_lora_weight: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.lora_name
-
-    @property
-    def adapter_id(self) -> int:
-        return self.lora_int_id
-
-    @property
-    def path(self) -> str:
-        return os.fspath(self.lora_path)
-
-
-AdapterChoice = LoRARequest | str | None
-
-
-def adapter_name(lora_request: AdapterChoice) -> str:
-    """The name, "" for none."""
-    return lora_request.lora_name if isinstance(lora_request, LoRARequest) else lora_request or ""
 
 
 def each_adapter(lora_request: AdapterChoice | Sequence[AdapterChoice], count: int) -> list[AdapterChoice]:

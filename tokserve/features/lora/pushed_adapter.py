@@ -18,7 +18,7 @@ from torch import Tensor
 from tokserve.base.errors import Conflict, RequestError
 from tokserve.features.lora import adapter_files
 from tokserve.features.lora.adapter_files import AdapterConfig, Sizes
-from tokserve.features.lora.layer import LowRank
+from tokserve.layers.low_rank import LowRank
 from tokserve.models.weights import Entry
 from tokserve.rl.deltas import DeltaLabel, DeltaReader, applied, label_of
 from tokserve.rl.sums import set_checksum, tensor_sum

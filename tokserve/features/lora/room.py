@@ -4,4 +4,9 @@ from __future__ import annotations
 
 from tokserve.base.rooms import Room
 
-ROOM = Room(engine="tokserve.features.lora.commands:make")
+ROOM = Room(
+    requires=("features.weights", "rl"),
+    engine="tokserve.features.lora.commands:make",
+    parts={"loads": "tokserve.features.lora.lora_requests:AdapterLoads"},
+    runner="tokserve.features.lora.runner_feature:RunnerAdapters",
+)

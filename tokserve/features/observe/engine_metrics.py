@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import Metric
 
 from tokserve.client.outputs import PREEMPTIONS, STEP_TOKENS, EngineReport, StepStats
 from tokserve.config import Config
-from tokserve.features.kv import store_metrics
+from tokserve.features.observe import store_metrics
 
 PREFIX = "tokserve:"
 LABELS = ["model_name", "engine"]

@@ -9,5 +9,6 @@ ROOM = Room(
     observers="tokserve.features.observe.observers:ServerObservers",
     engine="tokserve.features.observe.runner_totals:RunnerTotals",
     runner="tokserve.features.observe.attention_keys:make",
+    parts={"tracing": "tokserve.features.observe.tracing:Tracing"},
     headers="tokserve.features.observe.load_header:reply_headers",
 )

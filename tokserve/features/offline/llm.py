@@ -33,12 +33,13 @@ from tokserve.client.sampling_params import output_rules, sampling_of
 from tokserve.features.beams.beam_methods import BeamSearchOutput, search
 from tokserve.features.beams.beam_search import BeamSearchParams
 from tokserve.features.chat.prompts import ParsedPrompt, Prompt, Tokenization, tokenization
-from tokserve.features.lora.lora_requests import AdapterChoice, LoRARequest, adapter_name, each_adapter
+from tokserve.features.lora.lora_requests import each_adapter
 from tokserve.features.offline.blocking import BlockingControl
 from tokserve.features.offline.conversations import Conversations, Messages, check_settings
 from tokserve.features.pooling.columns import packed_vector
 from tokserve.features.pooling.pooled_outputs import pooler_of
 from tokserve.features.pooling.pooling_methods import PoolingMethods
+from tokserve.protocol.adapter_choice import AdapterChoice, LoRARequest, adapter_name
 from tokserve.protocol.messages import Ready, StepStats
 from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.text.tokenizer import Tokenizer

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokserve.features.pooling import classifier, encoders
+from tokserve.checkpoint.architectures import SUFFIX, TOKEN_SUFFIX, encoder_family, first_position
+from tokserve.features.pooling import classifier
 from tokserve.features.pooling.encoder_model import EncoderSpec
 from tokserve.features.pooling.head import EncoderHeadSpec
 from tokserve.layers.attention import AttentionSpec
@@ -35,14 +36,14 @@ MODERN_PARTS = (
 
 
 def bert(hf: Mapping[str, Any]) -> EncoderSpec:
-    of_sequences = _ending(hf) == classifier.SUFFIX
+    of_sequences = _ending(hf) == SUFFIX
     head = EncoderHeadSpec(_labels(hf), "pooler.dense", "tanh") if of_sequences else None
     return _bert(hf, "bert", head)
 
 
 def roberta(hf: Mapping[str, Any]) -> EncoderSpec:
     """RoBERTa and XLM-RoBERTa."""
-    of_sequences = _ending(hf) == classifier.SUFFIX
+    of_sequences = _ending(hf) == SUFFIX
     head = EncoderHeadSpec(_labels(hf), "classifier.dense", "tanh", out="classifier.out_proj") if of_sequences else None
     return _bert(hf, "roberta", head)
 
@@ -53,7 +54,7 @@ def _bert(hf: Mapping[str, Any], base: str, head: EncoderHeadSpec | None) -> Enc
     _refuse_decoders(fields)
     if fields.text("position_embedding_type", "absolute") != "absolute":
         raise fields.refuse("position_embedding_type", "is not absolute, which alone is supported")
-    if head is None and _ending(hf) == classifier.TOKEN_SUFFIX:
+    if head is None and _ending(hf) == TOKEN_SUFFIX:
         head = EncoderHeadSpec(_labels(hf))
     norm = NormSpec(fields.number("layer_norm_eps", 1e-12), kind="layer", bias=True)
     attention = AttentionSpec(
@@ -74,7 +75,7 @@ def _bert(hf: Mapping[str, Any], base: str, head: EncoderHeadSpec | None) -> Enc
     )
     norms = BlockNorms("", "attention.output.LayerNorm", "", "output.LayerNorm")
     block = BlockSpec(attention, mlp, norm, norms, mlp_name="", attention_name="attention")
-    first = encoders.first_position(hf)
+    first = first_position(hf)
     positions = fields.integer("max_position_embeddings", 512, minimum=first + 1)
     unused = ("cls.", "lm_head.") if head and head.dense.startswith("pooler") else ("cls.", "lm_head.", "pooler.")
     return EncoderSpec(
@@ -101,7 +102,7 @@ def modern_bert(hf: Mapping[str, Any]) -> EncoderSpec:
     _refuse_decoders(fields)
     norm = NormSpec(fields.number("norm_eps", 1e-5), kind="layer", bias=fields.flag("norm_bias"))
     head = None
-    if _ending(hf) in (classifier.SUFFIX, classifier.TOKEN_SUFFIX):
+    if _ending(hf) in (SUFFIX, TOKEN_SUFFIX):
         kind = activation(fields, "classifier_activation", "gelu", only_built_in=True)
         bias = fields.flag("classifier_bias")
         head = EncoderHeadSpec(_labels(hf), "head.dense", kind, bias, norm, "head.norm")
@@ -196,6 +197,6 @@ def _labels(hf: Mapping[str, Any]) -> int:
 
 def _ending(hf: Mapping[str, Any]) -> str:
     """What the architecture's name has after its family's."""
-    family = encoders.family(hf) or ""
+    family = encoder_family(hf) or ""
     names = [name for name in hf.get("architectures") or () if isinstance(name, str) and name.startswith(family)]
     return names[0].removeprefix(family) if names else ""

@@ -8,10 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 from tokserve import checkpoint
 from tokserve.base.errors import StartError
+from tokserve.checkpoint.architectures import labels_tokens
 
-SUFFIX = "ForSequenceClassification"
-TOKEN_SUFFIX = "ForTokenClassification"
-BASE_SUFFIX, LM_SUFFIX = "Model", "LMHeadModel"
 FROM_TOKENS = "classifier_from_token"
 TWO_WAY = "from_2_way_softmax"
 MAX_LABELS = 1 << 16
@@ -36,42 +34,6 @@ class HeadSpec(NamedTuple):
     tokens: tuple[int, ...] = ()
     difference: bool = False
     per_token: bool = False
-
-
-def is_classifier(hf: Mapping[str, Any]) -> bool:
-    """Whether config.json names an architecture that classifies."""
-    return _has_suffix(hf, (SUFFIX, TOKEN_SUFFIX))
-
-
-def labels_tokens(hf: Mapping[str, Any]) -> bool:
-    """Whether config.json names an architecture that classifies each token of a prompt."""
-    return _has_suffix(hf, TOKEN_SUFFIX)
-
-
-def _has_suffix(hf: Mapping[str, Any], suffix: str | tuple[str, ...]) -> bool:
-    names = hf.get("architectures")
-    return isinstance(names, list) and any(isinstance(name, str) and name.endswith(suffix) for name in names)
-
-
-def causal_name(name: str) -> str:
-    """The architecture without the head of a classifier, as `LlamaForCausalLM`; "" if it is none."""
-    if not name.endswith((SUFFIX, TOKEN_SUFFIX)):
-        return ""
-    return name.removesuffix(SUFFIX).removesuffix(TOKEN_SUFFIX).removesuffix("Text") + "ForCausalLM"
-
-
-def base_name(name: str) -> str:
-    """The architecture with a head for tokens, as `LlamaForCausalLM`, of one without, as `LlamaModel`; "" if it is no
-    such."""
-    if not name.endswith(BASE_SUFFIX) or name.endswith(LM_SUFFIX):
-        return ""
-    return name.removesuffix(BASE_SUFFIX).removesuffix("Text") + "ForCausalLM"
-
-
-def is_base(hf: Mapping[str, Any]) -> bool:
-    """Whether config.json names an architecture without a head: its hidden states are what it makes."""
-    names = hf.get("architectures")
-    return isinstance(names, list) and any(isinstance(name, str) and base_name(name) for name in names)
 
 
 def head_spec(hf: Mapping[str, Any]) -> HeadSpec:

@@ -61,6 +61,7 @@ class EncoderSpec(DecoderSpec):
 class Encoder(Decoder):
     """A `Decoder` whose head for tokens is never used and takes no memory."""
 
+    reads_both_ways = True
     spec: EncoderSpec
 
     def __init__(

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from tokserve import ops
 from tokserve.base.errors import StartError
-from tokserve.features.pooling.classifier import HeadSpec
+from tokserve.features.pooling.classifier import HeadSpec, head_spec
 from tokserve.layers.embedding import Head
 from tokserve.layers.linear import Activation, Linear
 from tokserve.layers.norm import NoNorm, NormSpec, make_norm
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import OPTION
 from tokserve.layers.parameter import Parameter, under
+from tokserve.models.decoder import DecoderSpec
 
 NAME = "score"
 
@@ -32,6 +34,13 @@ class DecoderHeadSpec:
         if self.labels.tokens and options.group.size > 1:
             raise StartError(f"{OPTION}: a classifier whose labels are rows of the head runs on one rank")
         return Classifier(self.labels, hidden, head)
+
+
+def with_classifier(spec: DecoderSpec, hf: Mapping[str, Any]) -> DecoderSpec:
+    """The same with the head of a classifier.  With a weight of its own there is no head for tokens in the checkpoint:
+    tied to the embedding, it needs no memory."""
+    head = head_spec(hf)
+    return replace(spec, classifier=DecoderHeadSpec(head), tied=spec.tied or not head.tokens)
 
 
 class Classifier:

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from tokserve import checkpoint
 from tokserve.base.errors import RequestError, StartError, invalid
+from tokserve.checkpoint.architectures import encoder_family, is_classifier, labels_tokens
 from tokserve.config import ModelConfig
 from tokserve.features.chat.prompts import Side
-from tokserve.features.pooling import classifier, encoders
+from tokserve.features.pooling import classifier
 from tokserve.features.pooling.classifier import Activation
 from tokserve.protocol.params import PoolingParams
 
@@ -157,7 +158,7 @@ def pooler_of(model: ModelConfig) -> PoolingRules | None:
         return None
     directory = Path(model.model)
     hf = checkpoint.hf_config(directory) | (model.hf_overrides or {})
-    if classifier.is_classifier(hf):
+    if is_classifier(hf):
         return _labels_with_options(hf, model.pooler_config or {})
     pooler = _of_modules(directory, hf)
     allowed = hf.get("matryoshka_dimensions")
@@ -169,7 +170,7 @@ def pooler_of(model: ModelConfig) -> PoolingRules | None:
 
 
 def _of_modules(directory: Path, hf: Mapping[str, Any]) -> VectorRules:
-    both_ways = encoders.family(hf) is not None
+    both_ways = encoder_family(hf) is not None
     usual = VectorRules("first" if both_ways else "last", side="right" if both_ways else "left")
     if not (directory / "modules.json").is_file():
         return usual
@@ -200,7 +201,7 @@ def _modes(config: Mapping[str, Any]) -> list[str]:
 
 
 def _labels_with_options(hf: Mapping[str, Any], options: Mapping[str, Any]) -> LabelRules:
-    per_token, both_ways = classifier.labels_tokens(hf), encoders.family(hf) is not None
+    per_token, both_ways = labels_tokens(hf), encoder_family(hf) is not None
     rules = LabelRules(
         tuple(classifier.labels(hf)),
         classifier.activation(hf),
@@ -209,7 +210,7 @@ def _labels_with_options(hf: Mapping[str, Any], options: Mapping[str, Any]) -> L
         side="right" if both_ways else "left",
     )
     if both_ways:
-        rules = rules._replace(pooling="mean" if encoders.pools_mean(hf) else "first")
+        rules = rules._replace(pooling="mean" if _pools_mean(hf) else "first")
     pooling = _pooling_type(options, rules.task)
     if both_ways and pooling not in (None, rules.pooling):
         raise StartError("option pooler_config: the head of this classifier was trained for one pooling_type alone")
@@ -246,3 +247,8 @@ def _with_options(pooler: VectorRules, options: Mapping[str, Any]) -> VectorRule
             raise StartError(f"option pooler_config: {error.message}") from None
         pooler = pooler._replace(default_dimensions=options["dimensions"])
     return pooler
+
+
+def _pools_mean(hf: Mapping[str, Any]) -> bool:
+    """Whether the head of a classifier reads the mean of all tokens, not the first."""
+    return encoder_family(hf) == "ModernBert" and hf.get("classifier_pooling") == "mean"

@@ -105,4 +105,4 @@ def _scaled(vectors: NDArray[np.floating], params: PoolingParams) -> Float32:  #
 
 def make(context: RunnerContext) -> RunnerFeature:
     """The pooled requests of a runner."""
-    return Pooler(context.model.spec.hidden)
+    return Pooler(context.runner.model.spec.hidden)

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -21,9 +21,7 @@ from tokserve import ops
 from tokserve.base import trace
 from tokserve.base.errors import RequestFailed
 from tokserve.base.trace import SpanTotal, TraceSpan
-
-if TYPE_CHECKING:
-    from tokserve.runner.runner import Runner
+from tokserve.runner.features import Calls, RunnerContext, RunnerFeature
 
 ENGINE, REQUESTS, RUNNER = 1, 2, 3  # processes of the trace; torch's are numbered as the system does
 TORCH_ROWS = 30  # of the reply's table
@@ -50,17 +48,22 @@ class TorchTrace(msgspec.Struct):
     base: int = msgspec.field(name="baseTimeNanoseconds", default=0)
 
 
-class RunnerProfiler:
-    """`spans` has what the runner records; `start` and `stop` are called between two steps, in the steps' thread."""
+class RunnerProfiler(RunnerFeature):
+    """`spans` has what the runner records."""
 
-    def __init__(self, runner: Runner, capture: Callable[[], None]) -> None:
-        """`capture`: has steps captured again."""
-        self.spans = runner.spans
-        self._backend = runner.backend
-        self._capture = capture
+    def __init__(self, context: RunnerContext) -> None:
+        self.spans = context.runner.spans
+        self._backend = context.runner.backend
+        self._capture = context.runner.admin.capture
         self._torch: Any = None  # a `profile`, whose methods have no types
         self._unwrap: Callable[[], None] = lambda: None
         self._op_by_op = False
+
+    def calls(self) -> Calls:
+        return {"start_profile": self.start, "stop_profile": self.stop}
+
+    def background_calls(self) -> Calls:
+        return {"write_profile": self.write}
 
     def start(self, torch_options: dict[str, Any], op_by_op: bool) -> None:
         """Record from now on.  `torch_options`: keyword arguments of torch's profiler."""

@@ -4,4 +4,7 @@ from __future__ import annotations
 
 from tokserve.base.rooms import Room
 
-ROOM = Room(engine="tokserve.features.profiler.commands:Profiler")
+ROOM = Room(
+    engine="tokserve.features.profiler.commands:Profiler",
+    runner="tokserve.features.profiler.recorder:RunnerProfiler",
+)

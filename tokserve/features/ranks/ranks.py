@@ -1,4 +1,4 @@
-"""This process among those that compute one model: its share of each layer, its layers, and who samples.
+"""This process among several that compute one model.
 
 Rank `stage * tensor + n` has the n-th part of the layers of a stage.  The first rank of the last stage samples, and
 tells the others which tokens follow: only it needs the logits.
@@ -7,33 +7,20 @@ tells the others which tokens follow: only it needs the logits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tokserve.base.rooms import part, rooms
 from tokserve.config.parallel import sampling_rank
-from tokserve.features.ranks.collectives import ProcessGroup
-from tokserve.features.weights.coordinates import Parts, of_one_rank
-from tokserve.features.weights.rank_sums import RankSums
+from tokserve.features.ranks.collectives import EngineStore, ProcessGroup
 from tokserve.layers.parallel import ALONE, WHOLE, Group, Stage
 from tokserve.protocol.plan import OK
-from tokserve.rl.sums import Sums
+from tokserve.runner.device import Accelerator, use
+from tokserve.runner.ranks import Ranks, ReceivedSample
 from tokserve.runner.sampler import SampledTokens
-
-
-@dataclass(frozen=True, slots=True)
-class ReceivedSample:
-    """Tokens that another rank has sampled."""
-
-    tokens: SampledTokens
-    token_ids: Tensor  # [n] int64
-
-    def result(self) -> SampledTokens:
-        """The tokens, which are there at once."""
-        return self.tokens
 
 
 class Neighbours:
@@ -49,36 +36,30 @@ class Neighbours:
         return self._world.receive(tensor, self._before)
 
 
-class Ranks:
-    """`group`: the ranks of this one's `stage`.  `world`: all ranks; None: there is no other.  `total`: see
-    `Coordinates`."""
+class JoinedRanks(Ranks):
+    """`world`: all ranks."""
 
     def __init__(
         self,
-        rank: int = 0,
-        tensor: int = 1,
-        stages: int = 1,
-        world: ProcessGroup | None = None,
-        group: Group = ALONE,
-        total: Callable[[Callable[[], Sums], Parts], Sums] = of_one_rank,
+        rank: int,
+        tensor: int,
+        stages: int,
+        world: ProcessGroup,
+        group: Group,
+        total: Callable[..., Any] | None,
     ) -> None:
         self.rank, self.size = rank, tensor * stages
         self.group, self.world, self.total = group, world, total
-        link = None if world is None or stages == 1 else Neighbours(world, rank, tensor)
+        link = None if stages == 1 else Neighbours(world, rank, tensor)
         self.stage = WHOLE if stages == 1 else Stage(rank // tensor, stages, link)
         self.sampling_rank = sampling_rank(tensor, stages)
-
-    @property
-    def samples(self) -> bool:
-        return self.rank == self.sampling_rank
+        self.samples = rank == self.sampling_rank
 
     def minimum(self, number: int) -> int:
-        return number if self.world is None else self.world.minimum([number])[0]
+        return self.world.minimum([number])[0]
 
     def broadcast_text(self, text: str) -> str:
         """The sampling rank's text, of up to 255 bytes; that of the others is ignored."""
-        if self.world is None:
-            return text
         packed = np.zeros(256, np.uint8)
         encoded = text.encode()
         packed[: len(encoded)] = np.frombuffer(encoded, np.uint8)
@@ -86,8 +67,6 @@ class Ranks:
 
     def broadcast_sample(self, sample: Any) -> None:
         """Send the other ranks what was sampled here."""
-        if self.world is None:
-            return
         tokens: SampledTokens = sample.result()
         status = np.full(len(tokens.token_ids), OK, np.int32) if tokens.status is None else tokens.status
         packed = np.stack([tokens.token_ids, status.astype(np.int32)])
@@ -95,23 +74,33 @@ class Ranks:
 
     def receive_sample(self, count: int) -> ReceivedSample:
         """What the sampling rank broadcasts of `count` rows."""
-        assert self.world is not None
         received = self.world.broadcast(torch.empty(2, count, dtype=torch.int32), self.sampling_rank)
         ids, status = received.numpy()
         return ReceivedSample(SampledTokens(ids, status.astype(np.uint8)), received[0].long().to(self.world.device))
 
 
-ONE = Ranks()
-
-
-def join(rank: int, tensor: int, stages: int, store: Any, device: torch.device, address: str, *, nccl: bool) -> Ranks:
-    """Meet the other ranks: over NCCL, or over gloo at this address of the machine."""
+def join_ranks(
+    rank: int,
+    tensor: int,
+    stages: int,
+    put: Callable[[str, bytes], None],
+    get: Callable[[str], bytes],
+    kind: str,
+    address: str,
+) -> JoinedRanks:
+    """Meet the other ranks on devices of this kind, over NCCL, or over gloo at this address of the machine.  They `put`
+    values under keys that this one can `get`, and the other way round."""
+    target, store = use(kind), EngineStore(put, get)
+    device, nccl = target.torch_device, isinstance(target, Accelerator)
     world = ProcessGroup(store, "world", rank, tensor * stages, device, address, nccl=nccl)
-    sums = RankSums(ProcessGroup(store, "sums", rank, tensor * stages, torch.device("cpu"), address))
+    total: Callable[..., Any] | None = None
+    if "weights" in rooms():
+        group = ProcessGroup(store, "sums", rank, tensor * stages, torch.device("cpu"), address)
+        total = part("weights", "rank_sums")(group).total
     if tensor == 1:
-        return Ranks(rank, tensor, stages, world, total=sums.total)
-    stage, part = divmod(rank, tensor)
+        return JoinedRanks(rank, tensor, stages, world, ALONE, total)
+    stage, number = divmod(rank, tensor)
     collectives = world
     if stages > 1:
-        collectives = ProcessGroup(store, f"stage{stage}", part, tensor, device, address, nccl=nccl)
-    return Ranks(rank, tensor, stages, world, Group(part, tensor, collectives), sums.total)
+        collectives = ProcessGroup(store, f"stage{stage}", number, tensor, device, address, nccl=nccl)
+    return JoinedRanks(rank, tensor, stages, world, Group(number, tensor, collectives), total)

@@ -54,7 +54,7 @@ from tokserve.features.ranks.tunnel import Tunnel
 from tokserve.protocol.plan import DeviceFacts
 
 if TYPE_CHECKING:
-    from tokserve.features.ranks.ranks import Ranks
+    from tokserve.runner.ranks import Ranks
     from tokserve.runner.runner import Runner
 
 logger = logging.getLogger("tokserve.features.ranks.worker")  # not __name__: that is __main__ here
@@ -140,7 +140,8 @@ class RankWorker:
 
     def _load(self, begin: Begin) -> DeviceFacts:
         with no_collections():
-            from tokserve.runner.startup import join_ranks, load  # brings torch
+            from tokserve.features.ranks.ranks import join_ranks
+            from tokserve.runner.startup import load  # brings torch
 
         ranks: Ranks = join_ranks(
             self._rank,

@@ -19,6 +19,7 @@ import numpy as np
 from tokserve import __version__
 from tokserve.base.errors import StartError
 from tokserve.base.processes import see_log
+from tokserve.base.rooms import part
 from tokserve.config import Config
 from tokserve.config.engine_config import rank_config
 from tokserve.config.parallel import sampling_rank
@@ -26,7 +27,7 @@ from tokserve.features.ranks import merge
 from tokserve.features.ranks.channel import Begin, Channel, End, Forward, Interrupt, Loaded, SampleStep
 from tokserve.features.ranks.hub import Hub
 from tokserve.features.ranks.listeners import Listener
-from tokserve.features.ranks.spawn import RankProcess, Spawn
+from tokserve.features.ranks.spawn import LocalSpawn, RankProcess, Spawn
 from tokserve.features.ranks.worker import RankOpening
 from tokserve.protocol.plan import DeviceFacts, GrammarBitmask, Int32, StepPlan, StepResult
 
@@ -215,3 +216,9 @@ class WorkersExecutor:
             raise RuntimeError("the executor was not started, or is closed")
         self._hub.check()
         return self._hub
+
+
+def make_executor(config: Config) -> WorkersExecutor:
+    """The executor of several ranks: processes of this machine, and of others that have joined, or actors of Ray."""
+    spawn = part("ray", "spawn") if config.parallel.distributed_executor_backend == "ray" else LocalSpawn
+    return WorkersExecutor(config, spawn(config))

@@ -5,6 +5,12 @@ from __future__ import annotations
 from tokserve.base.rooms import Room
 
 ROOM = Room(
+    requires=(
+        "families.mixtures",
+        "features.chat",
+        "features.images",
+        "features.masks",
+    ),
     options="tokserve.features.sessions.options:SessionOptions",
     check="tokserve.features.sessions.options:check",
     endpoints="tokserve.features.sessions.routes:ENDPOINTS",

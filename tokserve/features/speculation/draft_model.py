@@ -9,72 +9,78 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from tokserve.base.errors import StartError
+from tokserve.config import Config
 from tokserve.features.speculation.draft_progress import DraftProgress
+from tokserve.features.speculation.quantized_copy import CopyDraft, QuantizedCopy
 from tokserve.models.decoder import Decoder
-from tokserve.protocol.plan import DRAWN, DraftPasses, Int32, StepPlan
-from tokserve.runner.backend import Backend, Draft
+from tokserve.protocol.plan import DRAWN, DraftPasses, Int32, NewRow, StepPlan
+from tokserve.runner.backend import Draft
+from tokserve.runner.features import RunnerContext, RunnerFeature
 from tokserve.runner.logits import LogitRows
-from tokserve.runner.sampler import Sampler
+
+if TYPE_CHECKING:
+    from tokserve.runner.runner import Runner
 
 CATCH_UP = 512  # tokens that the draft model computes in a step beside drafts: the step's other requests wait for them
 NO_IDS = np.zeros(0, np.int32)
 Flags = NDArray[np.bool_]
 
 
-def has_drawn(plan: StepPlan) -> bool:
-    """Whether the draft model is to draw drafts for the plan."""
-    return bool(len(plan.draft_token_ids)) and bool((plan.draft_token_ids == DRAWN).any())
-
-
-class DraftModel:
+class DraftModel(RunnerFeature):
     """Draws with a backend's `draft`.  A copy of the served model reads and writes the same keys and values: it has
     nothing to catch up with, and what it writes is overwritten when its drafts are verified, in the same step."""
 
-    def __init__(self, draft: Draft, backend: Backend, sampler: Sampler) -> None:
-        self._draft = draft
-        self._backend = backend
-        self._slots = backend.slots
-        self._sampler = sampler
-        self.progress = None if draft.first_layer == 0 else DraftProgress(backend.slots)
+    def __init__(self, draft: Draft, runner: Runner) -> None:
+        self._draft, self._runner = draft, runner
+        self._copy = draft.copy if isinstance(draft, CopyDraft) else None
+        self._backend = runner.backend
+        self._slots = runner.backend.slots
+        self._sampler = runner.sampler
+        self.progress = None if draft.first_layer == 0 else DraftProgress(self._slots)
 
-    def num_bytes(self) -> int:
+    def num_bytes(self) -> Mapping[str, int]:
         """The bytes of its weights."""
-        copy = self._draft.copy
-        if copy is not None:
-            return copy.num_bytes()
+        if self._copy is not None:
+            return {"draft_bytes": self._copy.num_bytes()}
         parameters = self._draft.model.parameters_by_name().values()
-        return sum(math.prod(parameter.shape) * parameter.dtype.itemsize for parameter in parameters)
+        return {"draft_bytes": sum(math.prod(one.shape) * one.dtype.itemsize for one in parameters)}
 
-    def on_weights(self, model: Decoder) -> None:
-        """The served model's weights have changed, or another model has taken its place."""
-        if self._draft.copy is not None:
-            self._draft.copy.follow(model)
-
-    def on_weights_lost(self, blank: Decoder) -> None:
-        """The served model's weights are given up; `blank` takes its place."""
-        if self._draft.copy is not None:
-            self._draft.copy.rest(blank)
+    def on_weights(self) -> None:
+        """The served model's weights have changed, or another model, perhaps without weights, has taken its place."""
+        if self._copy is None:
+            return
+        if self._runner.admin.has_weights:
+            self._copy.follow(self._runner.model)
+        else:
+            self._copy.rest(self._runner.model)
 
     def on_pages_lost(self) -> None:
         """The KV cache has lost its contents."""
         if self.progress is not None:
             self.progress.clear()
 
+    def assign(self, row: NewRow) -> None:
+        """A request takes a slot."""
+        self.release(row.slot)
+
     def release(self, slot: int) -> None:
-        """The slot is free, or another request takes it."""
+        """The slot is free."""
         if self.progress is not None:
             self.progress.release(slot)
 
     def draw(self, plan: StepPlan) -> tuple[StepPlan, DraftPasses]:
         """The plan with the drafts that it left open, which are in the slots' tables as well."""
         began = time.perf_counter()
-        if self._draft.copy is not None:
-            self._draft.copy.advance()
+        if self._copy is not None:
+            self._copy.advance()
         starts = np.cumsum(plan.num_drafts) - plan.num_drafts
         rows = np.flatnonzero(plan.num_drafts)
         rows = rows[plan.draft_token_ids[starts[rows]] == DRAWN]
@@ -144,3 +150,35 @@ class DraftModel:
         token_ids = self._sampler.draw(logits, rows, self._backend.columns(rows))
         self._slots.write(drawn_for, lengths, token_ids)
         return token_ids
+
+
+def load_draft(config: Config, model: Decoder, load: Callable[[Config], Decoder]) -> Draft | None:
+    """What draws drafts for `model`, if the options say so.  `load`: makes a model from options.  Raises StartError."""
+    plan = config.speculation.resolved()
+    if plan.method == "self":
+        copy = QuantizedCopy(model, plan.quantization or "int8")
+        return CopyDraft(copy.decoder, 0, copy)
+    if plan.method != "draft_model":
+        return None
+    options = replace(
+        config.model,
+        model=plan.model,
+        quantization=plan.quantization,
+        quantize_lm_head=plan.quantization is not None,
+        head_dtype="auto",
+        hf_overrides=None,
+        model_impl="auto",
+    )
+    second = load(replace(config, model=options))
+    if second.spec.vocab != model.spec.vocab:
+        raise StartError(
+            f"option speculative_config: the draft model's vocabulary has {second.spec.vocab} tokens, and the model's "
+            f"{model.spec.vocab}: they must be the same"
+        )
+    return Draft(second, len(model.kv_specs()))
+
+
+def make(context: RunnerContext) -> DraftModel | None:
+    """The feature of a runner whose backend has something that draws."""
+    draft = context.runner.backend.draft
+    return None if draft is None else DraftModel(draft, context.runner)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from tokserve.protocol.plan import Int32
-from tokserve.runner.slots import Slots
+from tokserve.runner.tables.slots import Slots
 
 
 class DraftProgress:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from tokserve.base.errors import RequestError, invalid
 from tokserve.client.inputs import GenerateRequest
-from tokserve.dialects.openai.schemas import TextBody
 from tokserve.server.serving import Serving
+
+if TYPE_CHECKING:
+    from tokserve.dialects.openai.schemas import TextBody
 
 
 def with_prediction(serving: Serving, body: TextBody, generate: GenerateRequest) -> GenerateRequest:

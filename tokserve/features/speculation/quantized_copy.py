@@ -5,18 +5,28 @@ Projections and head are copies.  Embedding, norms and biases are the model's ow
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from tokserve import ops
 from tokserve.base.errors import StartError
-from tokserve.features.weights.in_place import tensors_of
 from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.places import MatrixPlace
 from tokserve.models.decoder import Decoder
+from tokserve.models.in_place import tensors_of
 from tokserve.models.load import quant_methods
+from tokserve.runner.backend import Draft
 
 GROUP = 64  # inputs that share a scale with int4: drafts of groups of 128 are right less often, at the same cost
+
+
+@dataclass(slots=True)
+class CopyDraft(Draft):
+    """A copy of the served model that draws drafts."""
+
+    copy: QuantizedCopy
 
 
 class QuantizedCopy:

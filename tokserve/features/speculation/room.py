@@ -4,4 +4,9 @@ from __future__ import annotations
 
 from tokserve.base.rooms import Room
 
-ROOM = Room(engine="tokserve.features.speculation.engine:make", columns="tokserve.features.speculation.columns:SPECS")
+ROOM = Room(
+    engine="tokserve.features.speculation.engine:make",
+    runner="tokserve.features.speculation.draft_model:make",
+    draft="tokserve.features.speculation.draft_model:load_draft",
+    columns="tokserve.features.speculation.columns:SPECS",
+)

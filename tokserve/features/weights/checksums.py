@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokserve.features.weights.in_place import tensors_of
+from tokserve.models.in_place import tensors_of
 from tokserve.rl.digests import checksum
 
 

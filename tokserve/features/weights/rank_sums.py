@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tokserve.base.errors import Conflict
-from tokserve.features.ranks.collectives import ProcessGroup
 from tokserve.features.weights.coordinates import Parts
 from tokserve.rl.sums import Sums
 
@@ -22,10 +22,17 @@ SIGN = 1 << 63
 FAILED, NOTHING, SUMS = range(3)  # what a rank has
 
 
+class GatheringGroup(Protocol):
+    """All ranks."""
+
+    def all_gather(self, part: Tensor) -> Sequence[Tensor]:
+        """The tensors of all ranks, by rank, of one shape."""
+
+
 class RankSums:
     """`group`: of all ranks, which nothing else uses."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: GatheringGroup) -> None:
         self._group = group
 
     def total(self, sums: Callable[[], Sums], parts: Parts) -> Sums:

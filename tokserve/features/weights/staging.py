@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from tokserve.base.errors import RequestError, StartError
-from tokserve.families.quantization import kv_scales
 from tokserve.layers.parameter import StoredWeight, as_dense
-from tokserve.models import weights
+from tokserve.models import kv_scales, weights
 from tokserve.models.decoder import Decoder
 from tokserve.models.formats import WHOLE, Described, Part, is_finite
 from tokserve.models.provenance import EMBEDDING, HEAD, Provenance

@@ -20,7 +20,6 @@ from safetensors import SafetensorError
 from tokserve import checkpoint
 from tokserve.base.errors import Conflict, RequestError, StartError, TransferFailed, invalid_value
 from tokserve.config import BACKENDS, PACKING, WeightsConfig
-from tokserve.families.quantization.formats.pick import checkpoint_format
 from tokserve.features.lora.adapter_files import is_adapter
 from tokserve.features.lora.pushed_adapter import AdapterStaging
 from tokserve.features.weights import delta_sources
@@ -32,6 +31,7 @@ from tokserve.features.weights.served_sums import ServedSums
 from tokserve.features.weights.staging import Staging
 from tokserve.models import weights
 from tokserve.models.decoder import Decoder
+from tokserve.models.formats import checkpoint_format
 from tokserve.rl import broadcast
 from tokserve.rl.broadcast import TransferGroup
 from tokserve.rl.delta_directory import VersionFile, chain, described, files_of, is_chain

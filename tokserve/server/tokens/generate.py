@@ -18,11 +18,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.base.errors import RequestError
+from tokserve.base.rooms import contributions, request_part
 from tokserve.client.inputs import bare_id
 from tokserve.client.outputs import ChoiceOutput, Column
-from tokserve.features.grammar import structured
-from tokserve.features.images import request_images
-from tokserve.features.speculation.draft_metrics import ReplyMetrics
 from tokserve.protocol.logprobs import stride_of, width_of
 from tokserve.protocol.params import (
     Count,
@@ -44,6 +42,7 @@ from tokserve.server.replies.candidates import CandidateFields, write_candidates
 from tokserve.server.replies.fields import ColumnFields
 from tokserve.server.replies.messages import MessageReader, message_reader
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, prompt_versions, versions
+from tokserve.server.replies.reply_metrics import ReplyMetrics
 from tokserve.server.replies.reply_parts import DeferredParts, single_part
 from tokserve.server.serving import FieldPaths, Serving
 
@@ -249,9 +248,8 @@ def _without_ignored(values: dict[Any, Any]) -> dict[Any, Any]:
         rule = compat.TOKEN_PARAMS.get(name)
         if rule is not None and rule.treatment == "refused":
             errors.refuse_unsupported(f"sampling_params.{name}", value, rule.no_effect)
-        if name == "structured_outputs" and isinstance(value, dict):
-            value = structured.drop_ignored_fields(value, "sampling_params.structured_outputs")
-        structured.refuse_other_names(name, value, "sampling_params.")
+        for _, read_parameter in contributions("parameters"):
+            value = read_parameter(name, value, "sampling_params.")
         if name in ("logprobs", "prompt_logprobs") and isinstance(value, bool):
             value = 1 if value else None
         if rule is None and name not in compat.OTHER_NAMES and not (value is None and name in NULLABLE):
@@ -307,7 +305,7 @@ async def respond(serving: Serving, request: Request, routed_experts_format: Rou
         default = routed_experts_format if params.routed_experts_format == "npy" else None
         if form := body.routed_experts_format or default:
             params = msgspec.structs.replace(params, routed_experts_format=form)
-        return body, structured.with_default(params, serving.form_defaults)
+        return body, params
 
     body, params = await off_loop(request, len(raw), decode)
     free_at_end(request, len(raw), body.token_ids)
@@ -319,7 +317,8 @@ async def respond(serving: Serving, request: Request, routed_experts_format: Rou
     prompt: Sequence[int] | bytes | TokenPrompt = ids
     if body.content_parts is not None or body.features is not None:
         salt = generate.options.cache_salt or ""
-        prompt = await request_images.prompt_with_images(
+        named = "features" if body.content_parts is None else "content_parts"
+        prompt = await request_part("images", "prompt_with_images", named)(
             serving, request, body.content_parts, body.features, ids, paths.prompt, salt
         )
     entry_bytes = reply_size.OBJECT_BYTES if body.logprobs_format in (None, "objects") else reply_size.COLUMN_BYTES

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tokserve.families.mixtures.experts import Mixture
-from tokserve.features.lora.layer import LoraSlots, LowRank
+from tokserve.features.lora.layer import LoraSlots
+from tokserve.layers.low_rank import LowRank
 from tokserve.models.decoder import Decoder
 from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.train import scores, support
@@ -110,7 +111,7 @@ class DecoderModules:
             if names[0] in masters and self._changed(names, masters, everything):
                 name, shard = self._targets[module]
                 slots = self._linears[name].lora
-                assert slots is not None
+                assert isinstance(slots, LoraSlots)
                 factors = [masters[name].detach() for name in names]
                 slots.place(0, shard, LowRank(factors[0], factors[1], scale))
 

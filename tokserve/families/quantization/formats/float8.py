@@ -14,30 +14,9 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.families.quantization.methods import FLOAT8, Float8Weight
-from tokserve.models.formats import FLOAT8_DTYPES, FLOATS, Described, Grouped, Part
+from tokserve.models.formats import FLOAT8_DTYPES, FLOATS, Described, Grouped, Part, is_unused
 
 SCALES = ("_scale_inv", "_scale")  # what follows a weight's name in that of its scale; both are multiplied by
-UNUSED = (  # of activations, all but those of `CACHE_SCALES`
-    ".input_scale",
-    ".activation_scale",
-    ".output_scale",
-    ".q_scale",
-    ".k_scale",
-    ".v_scale",
-)
-CACHE_SCALES = {  # a float8 cache's, as tools call them after a layer's name -> of keys (k), of values (v) or of both
-    ".self_attn.k_scale": "k",
-    ".self_attn.v_scale": "v",  # compressed-tensors, AutoFP8
-    ".self_attn.kv_scale": "kv",  # AutoFP8 at first
-    ".self_attn.k_proj.output_scale": "k",
-    ".self_attn.v_proj.output_scale": "v",  # Quark, compressed-tensors at first
-    ".self_attn.k_proj.k_scale": "k",
-    ".self_attn.v_proj.v_scale": "v",  # ModelOpt
-    ".self_attn.qkv_proj.k_scale": "k",
-    ".self_attn.qkv_proj.v_scale": "v",
-    ".self_attn.attn.k_scale": "k",
-    ".self_attn.attn.v_scale": "v",
-}
 VALUES, SCALE = "values", "scales"  # roles
 FORMATS = ("float-quantized", "naive-quantized")
 STRATEGIES = ("tensor", "channel", "block")
@@ -137,11 +116,6 @@ def block(quantization: Mapping[str, Any]) -> BlockSize | None:
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
             return rows, columns
     return None
-
-
-def is_unused(name: str) -> bool:
-    """Whether a tensor of this name is a scale of activations."""
-    return name.endswith(UNUSED) and not name.endswith(tuple(CACHE_SCALES))
 
 
 def scale_shapes(shape: tuple[int, ...], block: BlockSize) -> list[tuple[int, ...]]:

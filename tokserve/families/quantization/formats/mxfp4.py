@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokserve.families.gguf.gguf_types import E2M1, power_of_two
 from tokserve.families.quantization.methods import WNA16
-from tokserve.families.quantization.quantized import QuantizedWeight
+from tokserve.families.quantization.quantized import E2M1, QuantizedWeight, power_of_two
 from tokserve.layers.parameter import StoredWeight
 from tokserve.models.formats import Described, Grouped, Part
 from tokserve.ops.wna16 import QuantizedRows
@@ -67,6 +66,9 @@ class Mxfp4Experts:
 
     def joined(self, others: Sequence[StoredWeight]) -> None:
         """Returns None: a weight holds all experts, and is not joined with others."""
+
+    def packed_rows(self) -> None:
+        """Returns None: its rows are not looked up."""
 
 
 def weight_shape(blocks: tuple[int, ...]) -> tuple[int, ...]:

@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokserve.families.gguf.format import GgufFormat
+from tokserve.base.rooms import part
 from tokserve.families.quantization.formats import float8, integers, mxfp4
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.formats import DENSE, CheckpointFormat
-
-ATTRIBUTES = ("quantization_config", "compression_config")  # of config.json
-
-
-def quantization_of(hf: Mapping[str, Any]) -> Any:
-    """The entry of config.json that says how the checkpoint is quantized; None if it is not."""
-    return next((hf[name] for name in ATTRIBUTES if hf.get(name) is not None), None)
+from tokserve.models.formats import ATTRIBUTES, DENSE, CheckpointFormat, quantization_of
 
 
 def checkpoint_format(hf: Mapping[str, Any]) -> CheckpointFormat:
@@ -24,7 +17,8 @@ def checkpoint_format(hf: Mapping[str, Any]) -> CheckpointFormat:
     if quantization is None or _refusal(quantization):
         return DENSE
     if quantization["quant_method"] == "gguf":
-        return GgufFormat()
+        gguf: CheckpointFormat = part("gguf", "format")()
+        return gguf
     if mxfp4.describes(quantization):
         return mxfp4.Mxfp4Format()
     if (packed := integers.packed_format(quantization)) is not None:
@@ -43,11 +37,6 @@ def refuse_unsupported(fields: ConfigReader) -> None:
                 "(GPTQ, AWQ, compressed-tensors) are supported, and an unquantized one can be quantized as it loads: "
                 "--quantization int8",
             )
-
-
-def is_unused(name: str) -> bool:
-    """Whether a tensor of this name is one that no model takes, whatever the format."""
-    return float8.is_unused(name)
 
 
 def _transforms(quantization: Mapping[str, Any]) -> list[str]:

@@ -18,10 +18,10 @@ from tokserve.config import Config
 from tokserve.features.images.media.frames import WorkerSettings
 from tokserve.features.images.media.pool import ProcessedImage, WorkerPool, digest_of
 from tokserve.features.images.media.sources import ImageSources
-from tokserve.features.images.parts import ImageSlots, ImageUrl, check_count, expand
-from tokserve.features.images.vision import encode_image
-from tokserve.protocol.images import KIND, Grid, ImageFormat
-from tokserve.protocol.prompt import Feature, TokenPrompt
+from tokserve.features.images.parts import ImageSlots, check_count, expand
+from tokserve.features.images.vision import encode_image, read_format
+from tokserve.protocol.images import KIND, Grid, ImageFormat, ImageUrl
+from tokserve.protocol.prompt import Feature, TokenPrompt, unpack_ids
 
 DTYPES = ("|u1", "<f4")
 
@@ -136,3 +136,18 @@ def refuse_images(images: Sequence[ImageUrl]) -> None:
     """Raise RequestError if there are any: the model reads none."""
     if images:
         raise RequestError(f"{images[0].field}: this model takes no images", field=images[0].field, code="unsupported")
+
+
+def make_reader(config: Config) -> ImageReader | None:
+    """What reads the images of prompts; None: the model takes none.  Raises StartError for a checkpoint or options that
+    no image can be read with."""
+    kind = read_format(config)
+    return None if kind is None else ImageReader(config, kind)
+
+
+async def read_images(reader: ImageReader | None, prompt: TokenPrompt, images: Sequence[ImageUrl]) -> TokenPrompt:
+    """The prompt, whose ids have one placeholder for each image, with the images.  Raises RequestError."""
+    if reader is None:
+        refuse_images(images)
+        return prompt
+    return with_images(unpack_ids(prompt.ids), await reader.fetch(images), reader.kind.token_id, "prompts")

@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 from tokserve.base.errors import Overloaded, StartError, invalid
 from tokserve.config import MediaConfig
 from tokserve.features.images.media.hosts import USUAL_PORTS, AllowedHosts
-from tokserve.features.images.parts import ImageUrl
+from tokserve.protocol.images import ImageUrl
 
 if TYPE_CHECKING:
     from tokserve.features.images.media.fetch import Fetcher

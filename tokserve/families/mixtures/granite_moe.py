@@ -1,4 +1,4 @@
-"""Granite: multipliers of embeddings, attention scores, what is added to the residual stream, and logits."""
+"""Granite with experts in every layer, and Granite 4, which may have some."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.rope import NO_ROPE
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.decoder import DecoderSpec
-from tokserve.models.spec import dense
-
-
-def granite(hf: Mapping[str, Any]) -> DecoderSpec:
-    fields = ConfigReader(hf)
-    return _granite(fields, mlp_bias=fields.flag("mlp_bias"))
-
+from tokserve.models.dense.granite import granite_spec
 
 FUSED_MLP: dict[str, Any] = {"up_names": ("input_linear",), "down_name": "output_linear"}
 MOE_NAMES = (  # transformers 5 has other names
@@ -31,7 +25,7 @@ MOE_NAMES = (  # transformers 5 has other names
 def granite_moe(hf: Mapping[str, Any]) -> DecoderSpec:
     """Granite 3 with experts in every layer."""
     fields = ConfigReader(hf)
-    return _with_experts(_granite(fields), fields, None)
+    return _with_experts(granite_spec(fields), fields, None)
 
 
 def granite_moe_shared(hf: Mapping[str, Any]) -> DecoderSpec:
@@ -39,7 +33,7 @@ def granite_moe_shared(hf: Mapping[str, Any]) -> DecoderSpec:
     fields = ConfigReader(hf)
     inner = fields.integer("shared_intermediate_size", 0, minimum=0)
     shared = replace(shared_mlp(fields, inner), **FUSED_MLP) if inner else None
-    return _with_experts(_granite(fields), fields, shared)
+    return _with_experts(granite_spec(fields), fields, shared)
 
 
 def _with_experts(spec: DecoderSpec, fields: ConfigReader, shared: MLPSpec | None) -> DecoderSpec:
@@ -59,7 +53,7 @@ def _with_experts(spec: DecoderSpec, fields: ConfigReader, shared: MLPSpec | Non
 
 
 def granite_hybrid(hf: Mapping[str, Any]) -> DecoderSpec:
-    """Granite 4 with attention in every layer: gate and up are one tensor; rope may be missing."""
+    """Granite 4 with attention in every layer: gate and up are one tensor; rope and experts may be missing."""
     fields = ConfigReader(hf)
     name = "layers_block_type" if fields.present("layers_block_type") else "layer_types"
     if others := sorted(set(fields.texts(name) or ["mamba"]) - {"attention", "full_attention"}):
@@ -67,7 +61,7 @@ def granite_hybrid(hf: Mapping[str, Any]) -> DecoderSpec:
         raise fields.refuse(name, f"names unsupported kinds: {kinds}; of Granite 4, models without Mamba are served")
     inner = fields.integer("shared_intermediate_size", 1024)
     turned = fields.text("position_embedding_type", "nope") == "rope"
-    spec = _granite(
+    spec = granite_spec(
         fields,
         ropes=() if turned else (NO_ROPE,) * fields.integer("num_hidden_layers"),
         in_mlp={"inner": inner} | FUSED_MLP,
@@ -76,18 +70,3 @@ def granite_hybrid(hf: Mapping[str, Any]) -> DecoderSpec:
     if not fields.integer("num_local_experts", 8, minimum=0):
         return spec
     return _with_experts(spec, fields, replace(shared_mlp(fields, inner), **FUSED_MLP))
-
-
-def _granite(fields: ConfigReader, *, in_block: Mapping[str, Any] | None = None, **more: Any) -> DecoderSpec:
-    bias = fields.flag("attention_bias")
-    return dense(
-        fields,
-        max_position=2048,
-        qkv_bias=bias,
-        out_bias=bias,
-        in_attention={"scale": fields.number("attention_multiplier", 1.0)},
-        in_block={"residual_multiplier": fields.number("residual_multiplier", 1.0)} | dict(in_block or {}),
-        embedding_multiplier=fields.number("embedding_multiplier", 1.0),
-        logits_multiplier=1.0 / fields.number("logits_scaling", 1.0),
-        **more,
-    )

@@ -14,32 +14,33 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve.base.errors import StartError
-from tokserve.families.mixtures.experts import MixtureSpec
+from tokserve.layers.protocols import Routing
 from tokserve.models.decoder import DecoderSpec
 from tokserve.protocol.kv_spec import KVLayout
 from tokserve.protocol.plan import StepPlan
-from tokserve.runner.slots import Slots
+from tokserve.runner.tables.slots import Slots
 
 
-def mixtures_of(spec: DecoderSpec) -> dict[int, MixtureSpec]:
-    """The blocks that have experts, by number."""
-    return {number: block.mlp for number, block in enumerate(spec.blocks) if isinstance(block.mlp, MixtureSpec)}
+def routing_of(spec: DecoderSpec) -> dict[int, Routing]:
+    """How the blocks that have experts choose among them, by number."""
+    routings = {number: block.mlp.routing for number, block in enumerate(spec.blocks)}
+    return {number: routing for number, routing in routings.items() if routing is not None}
 
 
 class RoutedTable:
     """`layout`: of the KV cache.  Raises StartError for a model without experts."""
 
     def __init__(self, spec: DecoderSpec, layout: KVLayout) -> None:
-        mixtures = mixtures_of(spec)
-        if not mixtures:
+        routings = routing_of(spec)
+        if not routings:
             raise StartError("option enable_return_routed_experts: the model has no experts")
-        self._layers = np.array(list(mixtures))  # numbers of the layers with experts
-        chosen = max(mixture.router.chosen for mixture in mixtures.values())
-        dtype = np.uint8 if max(mixture.experts for mixture in mixtures.values()) <= 256 else np.uint16
+        self._layers = np.array(list(routings))  # numbers of the layers with experts
+        chosen = max(routing.chosen for routing in routings.values())
+        dtype = np.uint8 if max(routing.experts for routing in routings.values()) <= 256 else np.uint16
         self.shape = (len(spec.blocks), chosen)  # of a position's ids; those of layers without experts are 0
         self.position_bytes = len(spec.blocks) * chosen * np.dtype(dtype).itemsize
         rows = layout.num_blocks * layout.block_size
-        self._table: NDArray[Any] = np.zeros((rows, len(mixtures), chosen), dtype)  # memory is taken on first use
+        self._table: NDArray[Any] = np.zeros((rows, len(routings), chosen), dtype)  # memory is taken on first use
         self._block_size = layout.block_size
 
     def store(self, slot_mapping: Tensor, routed: list[Tensor]) -> None:

@@ -8,13 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokserve.families.recurrent.states import StateColumns, StateTable, blank_columns
-from tokserve.features.images.attention_rows import Span, divide
-from tokserve.features.images.vision import image_grid, rope_positions
 from tokserve.layers.batch import ForwardBatch, LogitsRows, Pages
-from tokserve.protocol.images import KIND
+from tokserve.protocol.images import KIND, image_grid, rope_positions
 from tokserve.protocol.plan import Int32, NewRow, StepPlan
-from tokserve.runner.slots import Int64, SamplingColumns, Slots, last_indices
+from tokserve.runner.tables.attention_rows import Span, divide
+from tokserve.runner.tables.slots import Int64, SamplingColumns, Slots, last_indices
+from tokserve.runner.tables.states import StateColumns, StateTable, blank_columns
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from tokserve.base.errors import StartError
-from tokserve.families.quantization.formats.float8 import CACHE_SCALES
 from tokserve.models.decoder import Decoder
+from tokserve.models.formats import CACHE_SCALES
 
 
 def names(layers: int) -> dict[str, tuple[int, str]]:

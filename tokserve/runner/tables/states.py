@@ -15,7 +15,7 @@ import torch
 from tokserve.layers.batch import Pages, StateRows
 from tokserve.protocol.kv_spec import KVLayout, StateLayout, StateSpec
 from tokserve.protocol.plan import Int32, NewRow, StepPlan
-from tokserve.runner.slots import Int64
+from tokserve.runner.tables.slots import Int64
 
 PAIR = 3  # numbers of an entry of `saves`
 

@@ -1,0 +1,12 @@
+"""The room of models that several processes compute: what it adds to the core."""
+
+from __future__ import annotations
+
+from tokserve.base.rooms import Room
+
+ROOM = Room(
+    parts={
+        "executor": "tokserve.features.ranks.workers:make_executor",
+        "hold": "tokserve.features.ranks.headless:hold",
+    },
+)

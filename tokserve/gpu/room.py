@@ -1,0 +1,13 @@
+"""What GPUs add to the core."""
+
+from __future__ import annotations
+
+from tokserve.base.rooms import Room
+
+ROOM = Room(
+    parts={
+        "backend": "tokserve.gpu.cuda:CudaBackend",
+        "compile_ahead": "tokserve.gpu.kernels.launch:compile_ahead",
+        "kept_tables": "tokserve.gpu.kernels.launch:kept_tables",
+    },
+)
