@@ -32,6 +32,7 @@ ROOMS: dict[str, str] = {  # module of the room, by its name; routes of a later 
     "mixtures": "tokserve.families.mixtures.room",
     "groups": "tokserve.features.groups.room",
     "masks": "tokserve.features.masks.room",
+    "entropy": "tokserve.features.entropy.room",
     "label_scores": "tokserve.features.label_scores.room",
     "openai": "tokserve.dialects.openai.room",
     "anthropic": "tokserve.dialects.anthropic.room",

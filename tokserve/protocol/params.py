@@ -210,7 +210,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `logprob_token_ids` the logprobs of given ids at every generated position.  `routed_experts_prompt_start`: so
     many of the first tokens of the prompt are left out of the routed experts; `routed_experts_format`: how replies
     have these (`families.mixtures.reply`).  `return_sampling_mask` returns the
-    ids that each token was drawn from; None is the server's default.  `prompt_logprobs_mode`: of the prompt's
+    ids that each token was drawn from; None is the server's default.  `return_entropy` returns the entropy of the
+    model's distribution at the temperature for each token.  `prompt_logprobs_mode`: of the prompt's
     logprobs; None: `logprobs_mode`.  `trace_decode_token_ids`: the output, which is decoded as if it had been sampled.
     `stop_after`: two texts, the markers of reasoning; in an output that begins with the first, `stop` counts after the
     second.  `thinking_token_budget`: so many tokens of reasoning, after which the marker that ends it is all that may
@@ -249,6 +250,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs_mode: LogprobsMode | None = None
     prompt_logprobs_mode: LogprobsMode | None = None
     return_sampling_mask: bool | None = None
+    return_entropy: bool = False
     trace_decode_token_ids: Annotated[list[int], Meta(min_length=1)] | None = None
     structured_outputs: StructuredOutputs | None = None
     extra_args: dict[str, Any] | None = None

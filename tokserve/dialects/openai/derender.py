@@ -191,7 +191,9 @@ class ReplyReader:
         self._serving = serving
         self._with_prompt = with_prompt
         self._eos = frozenset(serving.llm.ready.eos_token_ids)
-        self.params = msgspec.structs.replace(params or SamplingParams(), return_sampling_mask=False)
+        self.params = msgspec.structs.replace(
+            params or SamplingParams(), return_sampling_mask=False, return_entropy=False
+        )
         self._known = params is not None
         self._needs_prompt = needs_prompt or (params is not None and params.prompt_logprobs is not None)
         self._external: ExternalReply | None = None

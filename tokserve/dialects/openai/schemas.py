@@ -50,6 +50,7 @@ NOT_OF_RESPONSES = (
     "routed_experts_prompt_start",
     "routed_experts_format",
     "return_sampling_mask",
+    "return_entropy",
 )
 SAMPLING = tuple(field for field in declared(SamplingParams) if field.name not in OTHER_FORM)
 

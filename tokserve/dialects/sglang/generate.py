@@ -52,6 +52,7 @@ class SglangGenerateBody(msgspec.Struct, omit_defaults=True):
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
     return_sampling_mask: bool | None = None
+    return_entropy: bool | None = None
     return_routed_experts: bool | None = None
     routed_experts_start_len: int | None = None
     require_reasoning: bool | None = None
@@ -185,7 +186,10 @@ def read(serving: Serving, value: Any) -> GenerateCall:
         raise invalid(f"{sampling.PREFIX}n", f"and the number of prompts make more than {MAX_CHOICES} choices")
     forms = _forms(serving, sent, prompts)
     named = _token_ids(sent, len(prompts))
-    tasks = [_task(serving, *of_prompt) for of_prompt in zip(params, forms, named, prompts, strict=True)]
+    entropy = bool(sent.return_entropy)
+    tasks = [
+        _task(serving, *of_prompt, entropy=entropy) for of_prompt in zip(params, forms, named, prompts, strict=True)
+    ]
     if sent.require_reasoning:
         _check_reasoning(serving, tasks)
     if sent.return_text_in_logprobs and not serving.text:
@@ -374,6 +378,8 @@ def _task(
     form: ReplyForm,
     named: list[int] | None,
     prompt: Sequence[int],
+    *,
+    entropy: bool,
 ) -> SamplingParams:
     scores = form.start is not None and form.start + 1 < len(prompt)
     computed: dict[str, Any] = {"logprobs_mode": sent.logprobs_mode or "temperature"}
@@ -385,7 +391,7 @@ def _task(
             computed["prompt_logprobs_mode"] = "raw"
     elif sent.max_new_tokens == 0:  # nothing is wanted of the prompt, but that it is computed
         computed |= {"prompt_logprobs": 0, "prompt_logprobs_start": len(prompt) - 1}
-    computed["return_sampling_mask"] = form.has_masks
+    computed |= {"return_sampling_mask": form.has_masks, "return_entropy": entropy}
     computed["routed_experts_prompt_start"] = form.routed_start or 0
     params = sampling.translate(sent, **computed)
     return structured.with_default(params, serving.form_defaults)

@@ -19,6 +19,8 @@ from tokserve.client.outputs import ChoiceOutput, Column, DraftCounts
 from tokserve.families.mixtures.columns import NAME as EXPERTS
 from tokserve.families.mixtures.columns import ExpertRows
 from tokserve.features.chat.token_segments import SegmentReader
+from tokserve.features.entropy.columns import NAME as ENTROPIES
+from tokserve.features.entropy.columns import entropies
 from tokserve.features.masks.columns import NAME as MASKS
 from tokserve.features.masks.reply import mask_lists
 from tokserve.server.generation import Generation
@@ -139,6 +141,7 @@ class ChoiceDetails:
         self._output = _TokenLists(form, name)
         self._input = _TokenLists(form, name)
         self._masks, self._mask_logprobs = _EncodedList(), _EncodedList()
+        self._entropies: _EncodedList | None = None
         self._end: ChoiceOutput | None = None
         self.reasoning_tokens = 0
 
@@ -162,6 +165,9 @@ class ChoiceDetails:
             masks, values = mask_lists(c.columns[MASKS])
             self._masks.extend(iter(masks))
             self._mask_logprobs.extend(iter(values))
+        if ENTROPIES in c.columns:
+            self._entropies = self._entropies or _EncodedList()
+            self._entropies.extend(iter(entropies(c.columns[ENTROPIES])))
         if c.finish_reason is not None:
             self._end = c
 
@@ -200,6 +206,8 @@ class ChoiceDetails:
             fields["output_token_sampling_mask"] = self._masks.json()
             fields["output_token_sampling_logprobs"] = self._mask_logprobs.json()
             fields["output_token_sampling_mask_length"] = self._masks.length
+        if self._entropies is not None:
+            fields["output_token_entropy"] = self._entropies.json()
         return fields
 
     def _finish_reason(self, end: ChoiceOutput, count: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ ROOM = Room(
         "dialects.openai",
         "families.mixtures",
         "features.chat",
+        "features.entropy",
         "features.grammar",
         "features.label_scores",
         "features.masks",
