@@ -21,7 +21,8 @@ from tests.text.checkpoints import CHATML, KINDS
 from tokserve.base.errors import RequestError
 from tokserve.base.structs import UNREADABLE
 from tokserve.dialects.anthropic import messages as anthropic_messages
-from tokserve.dialects.openai import chat, completions, derender, render, responses, tokenize
+from tokserve.dialects.openai import chat, completions, render, responses, tokenize
+from tokserve.dialects.openai.derender import handlers
 from tokserve.features.chat.chat import ChatTemplate
 from tokserve.protocol import messages
 from tokserve.protocol.columns import Column
@@ -131,8 +132,8 @@ ROUTES: list[Route] = [
     _handler(tokenize.detokenize),
     _handler(render.render_chat),
     _handler(render.render_completions),
-    _handler(derender.derender_chat),
-    _handler(derender.derender_completions),
+    _handler(handlers.derender_chat),
+    _handler(handlers.derender_completions),
     _handler(responses.read),
     _handler(anthropic_messages.read),
     _handler(anthropic_messages.count_tokens),

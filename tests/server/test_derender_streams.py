@@ -162,3 +162,85 @@ def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> None:
     answer = site(says("x")).post(CHAT + "/derender", {"stream": True} | fields)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
+
+
+COMPLETIONS = "/v1/completions"
+COMPLETION_CASES: list[tuple[str, dict[str, Any]]] = [
+    ("a\u00fc\U0001f600b", {"logprobs": 2}),
+    ("a\u00fc\U0001f600", {"logprobs": 2, "max_tokens": 5, "return_token_ids": True}),
+    ("ab stop cd", {"stop": ["stop"], "logprobs": 0}),
+    ("ab stop cd", {"stop": [" stop"], "include_stop_str_in_output": True}),
+    ("abcdefgh", {"max_tokens": 4, "return_token_ids": True}),
+    ("abcd", {"logprobs": 2, "packed_top_logprobs": True, "return_tokens_as_token_ids": True}),
+]
+COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+def derendered(s: Site, body: dict[str, Any], prompt: list[int], parts: list[Any], *, forgets: bool) -> dict[str, Any]:
+    """The chunks of a completion's stream, joined."""
+    sent = {"stream": True, "completion_request": body, "prompt_token_ids": [prompt]}
+    state: Any = None
+    joined: dict[str, Any] = {"text": "", "token_ids": [], "prompt_token_ids": None, "finish_reason": None}
+    columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+    for part in parts:
+        chunk = {"request_id": "generate-tokens-r", "choices": [part]}
+        reply = good(s.post(COMPLETIONS + "/derender", sent | {"generate_chunk": chunk, "stream_state": state}))
+        state = {name: value for name, value in reply["stream_state"].items() if not (forgets and name == "stream_id")}
+        for choice in reply["chunk"]["choices"]:
+            joined["text"] += choice["text"]
+            joined["token_ids"] += choice.get("token_ids") or []
+            joined["prompt_token_ids"] = joined["prompt_token_ids"] or choice.get("prompt_token_ids")
+            joined |= {name: choice[name] for name in ("finish_reason", "stop_reason") if choice["finish_reason"]}
+            for name in COLUMNS:
+                columns[name] += (choice["logprobs"] or {}).get(name, [])
+    return joined | {"logprobs": columns}
+
+
+@pytest.mark.parametrize(("text", "fields"), COMPLETION_CASES, ids=range(len(COMPLETION_CASES)))
+def test_joined_chunks_are_the_completion_at_every_cut(text: str, fields: dict[str, Any]) -> None:
+    s = site(says(text))
+    body = {"prompt": "p", "request_id": "r"} | fields
+    expected = good(s.post(COMPLETIONS, body))["choices"][0]
+    [sent] = good(s.post(COMPLETIONS + "/render", body))
+    [choice] = good(s.post(GENERATE, sent))["choices"]
+    count = len(choice["token_ids"])
+    is_cut = expected["text"].endswith("\ufffd")  # within a character, which is known with the last token at best
+    cuts = [[cut] for cut in range(count + (not is_cut))] + [list(range(1, count))]
+    for number, places in enumerate(cuts):
+        actual = derendered(s, body, sent["token_ids"], parts_of(choice, places), forgets=bool(number % 2))
+        for name in ("text", "finish_reason", "stop_reason"):
+            assert actual[name] == expected[name], (places, name)
+        assert actual["token_ids"] == (expected["token_ids"] or [])
+        assert actual["prompt_token_ids"] == expected["prompt_token_ids"]
+        scores = expected["logprobs"] or {}
+        assert actual["logprobs"] == {name: scores.get(name, []) for name in COLUMNS}, places
+
+
+def test_usage_of_a_completion_is_passed_on() -> None:
+    usage = {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}
+    body = {"stream": True, "generate_chunk": {"choices": [], "usage": usage}}
+    reply = good(site(says("x")).post(COMPLETIONS + "/derender", body))
+    assert reply["chunk"]["choices"] == [] and reply["chunk"]["usage"] | usage == reply["chunk"]["usage"]
+    assert reply["chunk"]["object"] == "text_completion" and set(reply) == {"chunk", "stream_state"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"generate_chunk": None}, "generate_chunk"),
+        ({"generate_responses": [{}]}, "generate_responses"),
+        ({"generate_chunk": {"choices": [{"token_ids": [5]}, {"token_ids": [6]}]}}, "generate_chunk.choices"),
+        ({"prompt_token_ids": [[5], [6]]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [[9999]]}, "prompt_token_ids[0][0]"),
+        ({"completion_request": {"prompt": ["a", "b"]}}, "generate_responses"),
+        ({"completion_request": {"echo": True}}, "completion_request.echo"),
+        ({"completion_request": {"prompt_logprobs": 1}}, "completion_request.prompt_logprobs"),
+        ({"completion_request": {"return_token_ids": True}}, "prompt_token_ids"),
+        ({"completion_request": {"logprobs": 1}}, "generate_chunk.choices[0].logprobs"),
+        ({"stream_state": {"output_token_ids": [5], "output_chunk_lens": [2]}}, "stream_state"),
+    ],
+)
+def test_a_completion_that_cannot_be_derendered_names_the_field(changes: dict[str, Any], param: str) -> None:
+    body = {"stream": True, "generate_chunk": {"choices": [{"token_ids": [5]}]}} | changes
+    answer = site(says("x")).post(COMPLETIONS + "/derender", body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text

@@ -358,21 +358,40 @@ class CompletionRenderer:
     def delta(self, delta: ChoiceOutput) -> bytes:
         """One event, or nothing if the delta is empty."""
         begins = delta.index not in self._places
-        choice = self._choice(delta)
-        if not (begins or choice.text or delta.token_ids or delta.finish_reason):
+        reply = self.joined_chunk(delta)
+        if not (begins or reply.choices[0].text or delta.token_ids or delta.finish_reason):
             return b""
-        reply = CompletionReply(self._id, self._created, self._model, [choice])
         if self._usage:
-            reply.usage = self._generation.usage() if self._continuous else None
+            reply.usage = self.usage() if self._continuous else None
         if delta.finish_reason is not None:
             reply.system_fingerprint = self._generation.fingerprint
         if "kv_transfer" in delta.values:
             reply.kv_transfer_params = delta.values["kv_transfer"]
         return sse.event(encode_json(reply))
 
+    def skip(self, delta: ChoiceOutput) -> None:
+        """Read a delta that was shown already."""
+        self._choice(delta)
+        if self._has_logprobs and delta.logprobs is None:
+            for token_id in delta.token_ids:
+                self._places[delta.index].add(token_id)
+
+    def joined_chunk(self, delta: ChoiceOutput) -> CompletionReply:
+        """The chunk of a delta."""
+        return CompletionReply(self._id, self._created, self._model, [self._choice(delta)])
+
+    def empty_chunk(self) -> CompletionReply:
+        """A chunk without choices."""
+        return CompletionReply(self._id, self._created, self._model, [])
+
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        return self._generation.usage()
+
     def tail(self) -> bytes:
         if not self._usage:
             return b""
-        reply = CompletionReply(self._id, self._created, self._model, [], self._generation.usage())
+        reply = self.empty_chunk()
+        reply.usage = self.usage()
         reply.metrics = self._generation.metrics()
         return sse.event(encode_json(reply))

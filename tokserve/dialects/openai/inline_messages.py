@@ -11,7 +11,7 @@ from msgspec import UNSET
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.dialects.openai import chat, schemas
 from tokserve.dialects.openai.chat import Delta, Message
-from tokserve.dialects.openai.derender import with_prefix
+from tokserve.dialects.openai.derender.reader import with_prefix
 from tokserve.dialects.openai.schemas import ChatBody
 from tokserve.dialects.openai.tools import OutputParser
 from tokserve.features.chat.text_context import TextContext

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tokserve.dialects.openai import chat, completions, derender, render, responses, schemas, tokenize
+from tokserve.dialects.openai import chat, completions, render, responses, schemas, tokenize
+from tokserve.dialects.openai.derender import bodies, handlers, streams
 from tokserve.server.endpoint import MISSING, PROMPT, Endpoint
 
 POST, GET = ("POST",), ("GET",)
@@ -48,19 +49,19 @@ ENDPOINTS = (
     Endpoint(
         POST,
         "/v1/chat/completions/derender",
-        derender.derender_chat,
-        derender.DerenderChatBody,
+        handlers.derender_chat,
+        bodies.DerenderChatBody,
         text=True,
-        reply=(chat.ChatReply, derender.DerenderedChunk),
+        reply=(chat.ChatReply, streams.DerenderedChunk),
         raises=PROMPT,
     ),
     Endpoint(
         POST,
         "/v1/completions/derender",
-        derender.derender_completions,
-        derender.DerenderCompletionBody,
+        handlers.derender_completions,
+        bodies.DerenderCompletionBody,
         text=True,
-        reply=completions.CompletionReply,
+        reply=(completions.CompletionReply, streams.DerenderedCompletion),
         raises=PROMPT,
     ),
     Endpoint(GET, "/tokenizer_info", render.describe, text=True, reply=render.TokenizerDescription),
