@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.reference import DOCS, PAGES
+from tests.sources import nodes
 from tokserve.base import errors
 from tokserve.server.http import protocol
 
@@ -86,7 +87,7 @@ def raised_codes() -> Iterator[tuple[str, int]]:
     statuses = {name: kind.status for name, kind in (vars(errors) | vars(protocol)).items() if hasattr(kind, "status")}
     statuses["invalid"] = errors.RequestError.status
     for path in (ROOT / "tokserve").rglob("*.py"):
-        for call in ast.walk(ast.parse(path.read_text())):
+        for call in nodes(path):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in statuses:
                 for keyword in call.keywords:
                     if keyword.arg == "code" and isinstance(keyword.value, ast.Constant):
