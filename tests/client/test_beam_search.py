@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.tiers import slow_cases
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM, BeamSearchParams
 from tokserve.base.errors import RequestError
@@ -43,7 +44,8 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("width", "penalty", "length"), [(1, 1.0, 8), (3, 1.0, 12), (4, 0.0, 10), (5, -0.5, 6), (2, 2.0, 9)]
+    ("width", "penalty", "length"),
+    slow_cases([(1, 1.0, 8), (3, 1.0, 12), (4, 0.0, 10), (5, -0.5, 6), (2, 2.0, 9)], (4, 0.0, 10), (5, -0.5, 6)),
 )
 def test_beams_are_those_of_transformers(llm: LLM, model: Path, width: int, penalty: float, length: int) -> None:
     from transformers import AutoModelForCausalLM

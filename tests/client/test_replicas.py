@@ -88,6 +88,7 @@ def test_requests_of_any_engine_are_those_of_a_single_one() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_aborts_groups_and_ids_are_those_of_all_engines() -> None:
     async def scene() -> None:
         async with make() as llm:
@@ -115,6 +116,7 @@ def test_aborts_groups_and_ids_are_those_of_all_engines() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_an_abort_reaches_a_prepared_request_on_any_engine() -> None:
     async def scene() -> None:
         async with make() as llm:
@@ -164,6 +166,7 @@ def test_control_acts_on_all_engines_and_answers_for_all() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_where_one_engine_refuses_tensors_all_roll_back() -> None:
     async def scene() -> None:
         async with make() as llm:
@@ -209,6 +212,7 @@ def test_weights_change_on_all_engines_or_on_none() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_an_adapter_is_known_to_all_engines_whatever_uses_their_slots() -> None:
     async def scene() -> None:
         base = config(tokens_only=True, start_timeout=60.0, engines=2)
@@ -240,6 +244,7 @@ def _names(engine: EngineClient) -> list[str]:
     return [adapter.name for adapter in engine.status.adapters]
 
 
+@pytest.mark.slow
 def test_an_abort_comes_before_a_commit_on_all_engines_or_after_it() -> None:
     async def scene() -> None:
         async with make(3) as llm:
@@ -259,6 +264,7 @@ def test_an_abort_comes_before_a_commit_on_all_engines_or_after_it() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_a_caller_that_gives_up_leaves_the_engines_alike() -> None:
     async def scene() -> None:
         async with make() as llm:
@@ -378,6 +384,7 @@ def test_a_replaced_engine_has_the_state_of_the_others() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_a_replaced_engine_has_nothing_cached() -> None:
     """A prompt whose prefix it had cached goes to the engine that still has it."""
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.client.fake_engine import FakeEngine, config
 from tests.client.test_launch import has_ended, mode, pid_of
+from tests.tiers import slow_after
 from tokserve.base.errors import EngineDead, StartError
 from tokserve.client import engine_client
 from tokserve.client.async_llm import AsyncLLM, collect
@@ -123,7 +124,7 @@ def test_restarts_are_counted_within_a_time(mode: Any, monkeypatch: pytest.Monke
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("name", ["exit", "refuse", "crash"])
+@pytest.mark.parametrize("name", slow_after(["exit", "refuse", "crash"], 1))
 def test_an_engine_that_cannot_be_replaced_is_dead_in_the_end(
     mode: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +146,7 @@ def test_an_engine_that_cannot_be_replaced_is_dead_in_the_end(
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("step", ["stop", "start"])
+@pytest.mark.parametrize("step", slow_after(["stop", "start"], 1))
 def test_an_unforeseen_error_of_a_restart_ends_the_waiting(
     mode: Any, step: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -281,7 +282,7 @@ def test_joined_clients_are_sent_the_next_engine(mode: Any) -> None:
     ("error", "reason"),
     [
         (OSError(errno.EMFILE, "Too many open files"), "cannot be watched: Too many open files"),
-        (ZeroDivisionError(), "ZeroDivisionError"),
+        pytest.param(ZeroDivisionError(), "ZeroDivisionError", marks=pytest.mark.slow),
     ],
     ids=["descriptors", "unforeseen"],
 )
@@ -386,7 +387,7 @@ def test_an_announced_engine_that_has_ended_is_skipped(mode: Any) -> None:
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("name", ["heirless", "refuses_heritage"])
+@pytest.mark.parametrize("name", slow_after(["heirless", "refuses_heritage"], 1))
 def test_an_engine_that_cannot_be_what_the_last_one_was_does_not_serve(mode: Any, name: str) -> None:
     mode("serve")
 

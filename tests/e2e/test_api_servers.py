@@ -207,6 +207,7 @@ def test_kill_9_of_an_api_process_ends_its_requests_and_no_others(two: Server) -
     assert now['tokserve:request_success_total{engine="0",finished_reason="length",model_name="demo"}'] == finished + 9
 
 
+@pytest.mark.slow
 def test_kill_9_of_the_supervisor_leaves_nothing() -> None:
     with Server("demo", *FLAGS) as server:
         left = [server.engine(), *server.api_processes()]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tests.e2e.server import Served, Server
 from tests.ports import free_port
 from tests.threads import ServerThread
+from tests.tiers import slow_after
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.rl import PushResult, ServerError, TokserveClient, checksums, push
 
@@ -58,7 +59,7 @@ async def memory(client: TokserveClient) -> dict[str, str]:
     return digests
 
 
-@pytest.mark.parametrize("part", [push.PART_BYTES, 1])  # all in one body, and each tensor in its own
+@pytest.mark.parametrize("part", slow_after([1, push.PART_BYTES], 1))  # all in one body, and each tensor in its own
 def test_what_was_pushed_as_deltas_is_what_a_full_push_makes(
     server: Served, weights: Weights, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.server import Served, Server
+from tests.e2e.server import Served
 from tests.threads import ServerThread
 from tests.tiny_models import tiny_config, write_checkpoint
 from tests.waiting import until
@@ -150,7 +150,7 @@ def test_a_model_either_generates_or_makes_embeddings(server: Served, demo: Serv
 def slow(checkpoint: Path) -> Iterator[Served]:
     """A server that computes one prompt at a time, a part of it in each step."""
     flags = ("--max-num-seqs", "1", "--max-num-batched-tokens", "16")
-    with Server(str(checkpoint), "--runner", "pooling", "--tokens-only", "--sglang-api", *flags) as one:
+    with ServerThread(checkpoint, "--runner", "pooling", "--tokens-only", "--sglang-api", *flags) as one:
         yield one
 
 

@@ -46,10 +46,11 @@ def test_grpo(tmp_path: Path) -> None:
     assert any(step["bytes"] > 0 for step in steps)  # a step whose rewards are all alike changes no weight
 
 
+@pytest.mark.slow
 def test_agent_grpo(tmp_path: Path) -> None:
     """An agent's turns are trained on with a ratio of 1.0, also after a step of the weights."""
     log = tmp_path / "log.jsonl"
-    with Server("demo", "--sessions", "--logprobs-mode", "processed") as server:
+    with ServerThread("demo", "--sessions", "--logprobs-mode", "processed") as server:
         flags = ("--steps", "2", "--groups", "1", "--samples", "4")
         shown = run(sys.executable, str(EXAMPLES / "agent_grpo.py"), "--url", server.url, "--log", str(log), *flags)
     steps = [json.loads(line) for line in log.read_text().splitlines()]
@@ -92,6 +93,7 @@ def test_multi_turn_tokens(demo: Server) -> None:
         assert cached >= earlier // 16 * 16, shown
 
 
+@pytest.mark.slow
 def test_lora() -> None:
     with ServerThread("demo", "--tokens-only", "--enable-lora") as server:
         shown = run(sys.executable, str(EXAMPLES / "lora.py"), server.url)
@@ -121,6 +123,7 @@ def test_help_is_printed_without_the_packages_that_the_example_needs(
     assert path.name in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_offline() -> None:
     shown = run(sys.executable, str(EXAMPLES / "offline.py"))
     assert "What is 47 + 38? -> 85" in shown and "Reverse the word hello. -> olleh" in shown

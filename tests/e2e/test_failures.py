@@ -100,6 +100,7 @@ def test_sigterm_drains_exits_0_and_leaves_nothing_behind() -> None:
         assert not [f for f in files if f.exists()]
 
 
+@pytest.mark.slow
 def test_sigterm_aborts_what_does_not_finish_in_time() -> None:
     with Server("demo", "--shutdown-timeout", "0.2") as server:
         url = server.url
@@ -175,6 +176,7 @@ def test_without_the_compiled_extension_it_serves_on_torch_and_warns_once(tmp_pa
         assert replies[0]["choices"] == replies[1]["choices"]
 
 
+@pytest.mark.slow
 def test_invalid_tls_files_are_refused(tmp_path: Path) -> None:
     junk = tmp_path / "junk.pem"
     junk.write_text("no certificate")
@@ -236,9 +238,13 @@ def test_a_port_in_use_is_an_error_at_once() -> None:
     [
         (["serve", "/no/such/model"], "neither a directory"),
         (["serve", "demo", "--max-model-len", "0"], "max_model_len"),
-        (["serve", "demo", "--max-model-len", "1000000"], "max_position_embeddings"),
+        pytest.param(
+            ["serve", "demo", "--max-model-len", "1000000"], "max_position_embeddings", marks=pytest.mark.slow
+        ),
         pytest.param(["serve", "demo", "--ops", '{"no_such_op": "torch"}'], "no_such_op", marks=pytest.mark.slow),
-        (["serve", "demo", "--kv-cache-memory-bytes", "1K"], "--kv-cache-memory-bytes"),
+        pytest.param(
+            ["serve", "demo", "--kv-cache-memory-bytes", "1K"], "--kv-cache-memory-bytes", marks=pytest.mark.slow
+        ),
         pytest.param(
             ["serve", "demo", "--hf-overrides", '{"architectures": ["MambaForCausalLM"]}'],
             "Lfm2ForCausalLM",

@@ -79,6 +79,7 @@ def adapter_names(model: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_sleep_and_new_weights(llm: LLM, model: Path, tmp_path: Path) -> None:
     before = outcome(llm, prompt())
     llm.sleep(1)

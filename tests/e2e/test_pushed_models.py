@@ -69,7 +69,7 @@ def assert_served(client: Client, expected: np.ndarray) -> None:
     ("joined", "part_bytes"),
     [
         pytest.param(False, 200_000, id="http-small_parts"),
-        pytest.param(True, 1 << 28, id="gloo-one_part"),
+        pytest.param(True, 1 << 28, id="gloo-one_part", marks=pytest.mark.slow),
         pytest.param(False, 1 << 28, id="http-one_part", marks=pytest.mark.slow),
         pytest.param(True, 200_000, id="gloo-small_parts", marks=pytest.mark.slow),
     ],

@@ -13,11 +13,12 @@ import httpx
 import pytest
 
 from tests.adapters import write_adapter
-from tests.e2e.server import Server
+from tests.e2e.server import Served, Server
 from tests.e2e.test_api_servers import via
 from tests.e2e.test_rl import variant
 from tests.replies import good, named_events
 from tests.text.tool_templates import HERMES
+from tests.threads import ServerThread
 from tests.waiting import until
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.rl import Client
@@ -28,12 +29,12 @@ EQUAL = ("new_prompt_ids", "token_ids", "token_logprobs", "parent", "seed")
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server("demo", "--sessions") as running:
+def server() -> Iterator[Served]:
+    with ServerThread("demo", "--sessions") as running:
         yield running
 
 
-def tree(client: Server | httpx.Client, session: str) -> list[dict[str, Any]]:
+def tree(client: Served | httpx.Client, session: str) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = good(client.get(f"/sessions/{session}/tree"))["turns"]
     return turns
 
@@ -49,7 +50,7 @@ def prompts(turns: list[dict[str, Any]]) -> dict[str, list[int]]:
     return rendered
 
 
-def check_scores(server: Server, turns: list[dict[str, Any]], model: str | None = None, first: int = 0) -> None:
+def check_scores(server: Served, turns: list[dict[str, Any]], model: str | None = None, first: int = 0) -> None:
     """The logprobs of the turns from the first are bitwise those of a score of the ids with the weights that serve
     now."""
     before = prompts(turns)
@@ -78,7 +79,7 @@ def is_chain(turns: list[dict[str, Any]]) -> bool:
     return [turn["parent"] for turn in turns] == [None, *(turn["turn_id"] for turn in turns[:-1])]
 
 
-def test_logprobs_of_every_turn_are_those_of_a_score(server: Server) -> None:
+def test_logprobs_of_every_turn_are_those_of_a_score(server: Served) -> None:
     """Whole replies, choices, and a branch from one of them."""
     messages = talk(server, "chat", 3)
     talk(server, "chat", 2, n=2, seed=100)
@@ -92,7 +93,7 @@ def test_logprobs_of_every_turn_are_those_of_a_score(server: Server) -> None:
     check_scores(server, turns)
 
 
-def test_what_a_client_asks_for_does_not_change_the_tree(server: Server) -> None:
+def test_what_a_client_asks_for_does_not_change_the_tree(server: Served) -> None:
     for name, fields in {
         "plain": {},
         "scored": {"logprobs": True, "top_logprobs": 3, "return_token_ids": True},
@@ -103,7 +104,7 @@ def test_what_a_client_asks_for_does_not_change_the_tree(server: Server) -> None
         assert [one[name] for name in EQUAL] == [other[name] for name in EQUAL]
 
 
-def test_streams_of_the_three_routes(server: Server) -> None:
+def test_streams_of_the_three_routes(server: Served) -> None:
     """Each continues by what its events said."""
     openai = {"messages": [QUESTION], "max_tokens": 12, "stream": True}
     text = ""
@@ -125,7 +126,7 @@ def test_streams_of_the_three_routes(server: Server) -> None:
     check_scores(server, turns)
 
 
-def test_a_stream_that_its_client_leaves_keeps_what_was_sent(server: Server) -> None:
+def test_a_stream_that_its_client_leaves_keeps_what_was_sent(server: Served) -> None:
     body = {"messages": [QUESTION], "max_tokens": 1500, "stream": True, "ignore_eos": True, "seed": 3}
     text = ""
     with httpx.stream("POST", server.url + "/sessions/left/v1/chat/completions", json=body, timeout=60) as stream:
@@ -146,7 +147,7 @@ def test_tools_and_grammars(tmp_path: Path) -> None:
     path.write_text(HERMES)
     function = {"name": "look", "parameters": {"type": "object", "properties": {"x": {"enum": ["a", "b"]}}}}
     fields: dict[str, Any] = {"tools": [{"type": "function", "function": function}], "max_tokens": 60}
-    with Server("demo", "--sessions", "--chat-template", str(path), "--spec-method", "ngram") as server:
+    with ServerThread("demo", "--sessions", "--chat-template", str(path), "--spec-method", "ngram") as server:
         messages: list[Any] = [QUESTION]
         for index in range(3):
             body = {"messages": messages, "tool_choice": "required", "seed": index, "max_tool_calls": 1} | fields
@@ -164,7 +165,7 @@ def test_tools_and_grammars(tmp_path: Path) -> None:
 def test_weights_and_adapters_that_change_between_turns(tmp_path: Path) -> None:
     other = variant(tmp_path, 1)
     adapter = {"lora_name": "mine", "lora_path": str(write_adapter(tmp_path / "a", DEMO_DIR, rank=4))}
-    with Server("demo", "--sessions", "--enable-lora") as server:
+    with ServerThread("demo", "--sessions", "--enable-lora") as server:
         assert server.post("/v1/load_lora_adapter", adapter).status_code == 200
         talk(server, "adapted", 3, model="mine")
         adapted = tree(server, "adapted")
@@ -231,7 +232,7 @@ def check_after_a_kill(server: Server) -> None:
     check_scores(server, tree(server, "after"))
 
 
-def test_a_trainer_reads_finished_sessions_and_scores_them(server: Server) -> None:
+def test_a_trainer_reads_finished_sessions_and_scores_them(server: Served) -> None:
     """The policy's logprobs of the whole tree, with each prefix computed once, are those of the server."""
     policy = PolicyModel.from_pretrained("demo", cpu_arithmetic=server.get("/inference/v1/state").json()["arithmetic"])
     talk(server, "train", 3, n=2)
@@ -255,7 +256,7 @@ def test_a_trainer_reads_finished_sessions_and_scores_them(server: Server) -> No
     assert server.get("/sessions/train").status_code == 200, "a loop that is left acknowledges nothing"
 
 
-def test_a_session_that_was_read_is_deleted(server: Server) -> None:
+def test_a_session_that_was_read_is_deleted(server: Served) -> None:
     for name in ("first", "second"):
         talk(server, name, 1)
         good(server.post(f"/sessions/{name}/close", {}))

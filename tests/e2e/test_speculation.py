@@ -11,8 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.server import Served, Server
+from tests.e2e.server import Served
 from tests.threads import ServerThread
+from tests.tiers import slow_after
 from tokserve import LLM, SamplingParams
 from tokserve.base.errors import RequestError, StartError
 from tokserve.cli.main import main as cli
@@ -24,7 +25,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type
 class Pair:
     """The same request to both servers."""
 
-    def __init__(self, plain: Served, drafting: Server) -> None:
+    def __init__(self, plain: Served, drafting: Served) -> None:
         self.plain, self.drafting = plain, drafting
 
     def post(self, path: str, body: dict[str, Any], **drafts: Any) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def comparable(reply: dict[str, Any]) -> dict[str, Any]:
 def pair() -> Iterator[Pair]:
     with (
         ServerThread("demo", "--spec-method", "none") as plain,
-        Server("demo", "--api-server-count", "2") as drafting,
+        ServerThread("demo") as drafting,
     ):
         yield Pair(plain, drafting)
 
@@ -71,7 +72,9 @@ def generate_body(**params: Any) -> dict[str, Any]:
     return {"token_ids": [5, 6, 7, 8], "sampling_params": {"max_tokens": 40, "ignore_eos": True, "seed": 3} | params}
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.5, "logprobs": 2, "n": 2, "frequency_penalty": 0.4}], ids=str)
+@pytest.mark.parametrize(
+    "params", slow_after([{"temperature": 0.5, "logprobs": 2, "n": 2, "frequency_penalty": 0.4}, {}], 1), ids=str
+)
 def test_generate_with_drafts_of_all_kinds(pair: Pair, params: dict[str, Any]) -> None:
     body = generate_body(**params)
     output = pair.post(GENERATE, body)["choices"][0]["token_ids"]
@@ -138,7 +141,9 @@ answer: %json {json.dumps(SCHEMA)}
 """
 
 
-@pytest.mark.parametrize("form", [{"json": SCHEMA}, {"grammar": REASONING}], ids=["answer", "after reasoning"])
+@pytest.mark.parametrize(
+    "form", slow_after([{"grammar": REASONING}, {"json": SCHEMA}], 1), ids=["after reasoning", "answer"]
+)
 def test_drafts_under_a_grammar(pair: Pair, form: dict[str, Any]) -> None:
     """Drafts reach past the end of the reasoning: whole, shifted so that the end comes early, and wrong at the end."""
     body = generate_body(max_tokens=70, temperature=1.2, logprobs=1, structured_outputs=form)

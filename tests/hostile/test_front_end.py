@@ -152,6 +152,7 @@ def test_odd_requests(scene: Scene) -> None:
     assert errors(names) == {(400, None, "new_version")}
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_server_while_it_is_attacked() -> None:
     """Ten seconds are for the requests in flight, and a few for the rest."""
     with Server("demo", "--shutdown-timeout", "1") as server:

@@ -19,6 +19,8 @@ from tests.hostile.grammar_attacks import GENERATE, HOPELESS, body, bomb, choice
 
 MIB = 1 << 20
 
+pytestmark = pytest.mark.slow  # engine/test_trials.py has the parts
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
@@ -81,7 +83,6 @@ def test_a_cheap_grammar_does_not_wait_for_costly_ones(server: Server) -> None:
     until_quiet(server)
 
 
-@pytest.mark.slow
 def test_a_costly_grammar_is_refused_at_once_the_second_time(server: Server) -> None:
     first = server.post(GENERATE, body(bomb(77)))
     assert first.status_code == 400
@@ -103,7 +104,6 @@ def test_a_deadline_ends_a_trial(server: Server) -> None:
     until_quiet(server)
 
 
-@pytest.mark.slow
 def test_many_large_grammars_stay_within_the_cache() -> None:
     with Server("demo") as server:
         chance = random.Random(4)
@@ -115,7 +115,6 @@ def test_many_large_grammars_stay_within_the_cache() -> None:
         assert resident(server) < before + 150 * MIB
 
 
-@pytest.mark.slow
 @pytest.mark.second_try("it counts rounds in seconds and resident memory: a stalled machine has fewer and more")
 @pytest.mark.parametrize("attack", attacks.ATTACKS, ids=lambda attack: attack.__name__)
 def test_other_clients_get_the_same_bits_during_attacks(attack: attacks.Attack) -> None:

@@ -176,6 +176,7 @@ def test_hostile_images(server: Server) -> None:
     storm(server, 20, seed=0)
 
 
+@pytest.mark.slow
 def test_the_memory_of_images_in_flight_has_a_limit(server: Server) -> None:
     """--max-media-memory is 80,000 bytes: six for each pixel."""
     large = by_url(data_url(png(128, 112, seed=3)))

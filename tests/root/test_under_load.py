@@ -21,7 +21,7 @@ exec sleep 1000
 @pytest.mark.parametrize(
     ("command", "code", "lines"),
     [
-        ("true", 0, ["run 1 of 2: passed in", "run 2 of 2: passed in"]),
+        pytest.param("true", 0, ["run 1 of 2: passed in", "run 2 of 2: passed in"], marks=pytest.mark.slow),
         ("exit 3", 3, ["run 1 of 2: failed with exit code 3 after"]),
     ],
 )

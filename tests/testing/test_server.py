@@ -22,20 +22,16 @@ async def rollouts_of(client: TokserveClient) -> list[Rollout]:
         return await client.generate([[1, 2, 3]], max_tokens=2)
 
 
-def test_serves_and_ends() -> None:
-    with server(tokens_only=True) as running:
+def test_serves_ends_and_adds_its_log_to_an_error() -> None:
+    with pytest.raises(ZeroDivisionError) as raised, server(tokens_only=True) as running:
         assert httpx.get(running.url + "/health").status_code == 200
         processes = psutil.Process(running.process.pid).children(recursive=True)
         assert 1 <= len(asyncio.run(rollouts_of(running.client))[0].token_ids) <= 2
+        _ = 1 / 0
+    assert any("serving on" in note for note in raised.value.__notes__)  # its log
     assert running.process.poll() == 0
     _, alive = psutil.wait_procs(processes, timeout=10)
     assert not alive
-
-
-def test_the_log_is_added_to_an_error() -> None:
-    with pytest.raises(ZeroDivisionError) as raised, server(tokens_only=True):
-        _ = 1 / 0
-    assert any("serving on" in note for note in raised.value.__notes__)
 
 
 def test_a_server_that_cannot_start() -> None:
