@@ -20,6 +20,7 @@ import pytest
 from tests.engine.drafters import RandomDrafter, text_drafter
 from tests.engine.grammars import STEPS, LateGrammars, LateMasks
 from tests.engine.harness import Engine
+from tests.tiers import slow_after
 from tokserve.features.grammar.engine import GrammarFeature
 from tokserve.protocol.messages import Abort, Status, StepOutput, Submit, SubmitReply
 from tokserve.protocol.params import PoolingParams, SamplingParams, StructuredOutputs
@@ -358,7 +359,7 @@ def live(seed: int) -> Life:
     return life
 
 
-@pytest.mark.parametrize("part", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
+@pytest.mark.parametrize("part", slow_after(range(4), 1))
 def test_any_order_of_commands(part: int) -> None:
     commits = kills = 0
     for seed in range(50 * part, 50 * (part + 1)):

@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine.harness import Engine
 from tests.engine.solo import engine_request
+from tests.tiers import slow_after
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.queue import POLICIES
 from tokserve.engine.request import Request
@@ -329,7 +330,7 @@ def test_others_do_not_wait_for_a_prefix_that_a_stalled_request_computes() -> No
     engine.check_complete("s")
 
 
-@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(n, marks=pytest.mark.slow) for n in range(12, 60))])
+@pytest.mark.parametrize("seed", slow_after(range(60), 4))
 def test_results_do_not_depend_on_clients_and_stalls(seed: int) -> None:
     """Many requests of several clients, some of which do not read, in caches that are too small for them."""
     chance = random.Random(seed)

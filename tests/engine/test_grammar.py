@@ -213,7 +213,7 @@ def test_keywords_that_docs_name_as_not_supported(keyword: dict[str, Any]) -> No
 
 
 @given(st.lists(st.text(max_size=8), min_size=1, max_size=4), st.integers(0, 9))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_choices(choices: list[str], seed: int) -> None:
     assert written(matcher(choice=choices), seed) in choices
 

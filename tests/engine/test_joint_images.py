@@ -11,6 +11,7 @@ import pytest
 from tests.engine.harness import Engine
 from tests.engine.solo import engine_request
 from tests.engine.test_scheduler import prompt, shapes
+from tests.tiers import slow_after
 from tokserve.base.errors import StartError
 from tokserve.engine.output.output_buffer import Limits
 from tokserve.engine.request import Request
@@ -151,7 +152,7 @@ def test_a_budget_that_cannot_hold_an_image_is_refused_at_start() -> None:
     engine_of(budget=10, max_num_seqs=1)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", slow_after(range(12), 4))
 def test_results_do_not_depend_on_other_requests(seed: int) -> None:
     rng = random.Random(seed)
     engine = engine_of(

@@ -12,6 +12,7 @@ import pytest
 from tests.engine.harness import Engine
 from tests.engine.scripted_copies import ScriptedCopies
 from tests.engine.test_kv_events import config as events_config
+from tests.tiers import slow_after
 from tokserve.base.errors import StartError
 from tokserve.config import Config
 from tokserve.features.kv.external_kv import KeptKV, KVEvents
@@ -271,7 +272,7 @@ def test_adapters_are_distinguished_by_their_weights() -> None:
     assert cached(e, "d") == 0
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", slow_after(range(12), 4))
 def test_results_do_not_depend_on_the_store(seed: int) -> None:
     """Many requests, preemption, resets, weight updates, damaged files and slow copies."""
     rng = random.Random(seed)

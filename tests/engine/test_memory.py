@@ -11,6 +11,7 @@ import pytest
 
 from tests.engine.harness import Engine
 from tests.engine.test_control import PROMPT, ask
+from tests.tiers import slow_after
 
 Call = tuple[str, dict[str, Any]]
 PARTS = (["kv_cache"], ["weights"], ["kv_cache", "weights"])
@@ -81,10 +82,11 @@ def play(server: Server, calls: Sequence[Call]) -> None:
     server.check_serving()
 
 
+@pytest.mark.parametrize("longest", slow_after([3, 4], 1))
 @pytest.mark.parametrize("calls", [SGLANG, VLLM], ids=["sglang", "vllm"])
-def test_when_everything_is_back_requests_are_served(calls: list[Call]) -> None:
+def test_when_everything_is_back_requests_are_served(calls: list[Call], longest: int) -> None:
     server = Server()
-    for length in range(1, 5):
+    for length in range(1, longest + 1):
         for sequence in product(calls, repeat=length):
             if length < 4 or sequence[0][0] != "wake_up":  # as the first call it changes nothing
                 play(server, sequence)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.engine.harness import Engine
 from tests.engine.test_drafter import Fixed
+from tests.tiers import slow_after
 from tokserve.engine.pace import MAX_SLOWDOWN, SMALL, StepPace
 from tokserve.engine.request import Request
 from tokserve.features.fairness.sharing import LINGER
@@ -107,7 +108,7 @@ def loaded(**options: Any) -> TimedEngine:
     return engine
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", slow_after([2, 1], 1))
 def test_steps_are_short_while_a_second_client_is_served(depth: int) -> None:
     engine = loaded(depth=depth)
     before = len(engine.executor.plans)

@@ -138,18 +138,19 @@ def check_aborted(engine: Engine, rid: str) -> None:
 
 
 @given(engines, st.lists(arrivals(), min_size=2, max_size=10), st.sampled_from([5, 20, None]))
-@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 def test_results_do_not_depend_on_other_requests(
     options: dict[str, Any], script: list[Arrival], reset_at: int | None
 ) -> None:
     play(options, script, reset_at)
 
 
+@pytest.mark.parametrize("seeds", [20, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_results_do_not_depend_on_preemption_or_drafts(depth: int) -> None:
+def test_results_do_not_depend_on_preemption_or_drafts(depth: int, seeds: int) -> None:
     """Many requests in caches that hold hardly more than one full context."""
     preemptions = hits = accepted = rejected = restored = 0
-    for seed in range(60):
+    for seed in range(seeds):
         rng = random.Random(seed)
         script = []
         for _ in range(rng.randint(4, 14)):
@@ -176,6 +177,5 @@ def test_results_do_not_depend_on_preemption_or_drafts(depth: int) -> None:
         accepted += engine.executor.accepted
         rejected += engine.executor.rejected
         restored += engine.executor.states.restored
-    assert (
-        preemptions > 200 and hits > 200 and accepted > 100 and rejected > 30 and restored > 30
-    )  # otherwise the test has no case
+    assert min(preemptions, hits) > 3 * seeds and accepted > 1.5 * seeds  # otherwise the test has no case
+    assert min(rejected, restored) > seeds // 2

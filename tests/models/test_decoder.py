@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tests.models.driver import Driver, prefill, random_ids
+from tests.tiers import paired, slow_except
 from tests.tiny_families import FAMILIES
 from tests.tiny_models import tiny_config
 from tokserve.layers.mlp import MLPSpec
@@ -37,7 +39,13 @@ SLOW = {  # families whose parts are those of others
     "minicpm3",
     "youtu",
 }
-EVERY = [pytest.param(family, marks=pytest.mark.slow) if family in SLOW else family for family in FAMILIES]
+FEW = [family for family in FAMILIES if family not in SLOW]
+EVERY = slow_except(FAMILIES, *FEW)
+DTYPES = ["float32", "bfloat16"]
+EVERY_PAIR = [
+    *paired(FEW, DTYPES),
+    *(pytest.param(*pair, marks=pytest.mark.slow) for pair in product(sorted(SLOW), DTYPES)),
+]
 PROJECTIONS = ("self_attn.qkv", "self_attn.out", "mlp.gate_up", "mlp.down")
 
 
@@ -69,8 +77,8 @@ def test_parameters_have_the_names_of_checkpoints() -> None:
     assert "lm_head.weight" not in make_decoder("qwen3").parameters_by_name()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.parametrize(("family", "dtype"), EVERY_PAIR)
+@pytest.mark.parametrize("kernels", ["cpp", pytest.param("torch", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.usefixtures("kernels")
 def test_chunks_decoding_and_batching_change_no_bit(family: str, dtype: str) -> None:
     decoder = make_decoder(family, dtype)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from tests.models import gguf_mixtures, gguf_models
 from tests.models.driver import Driver, prefill, random_ids
+from tests.tiers import slow_after
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import checkpoint
 from tokserve.base.errors import StartError
@@ -87,7 +88,7 @@ MIXTURES = {  # types of the experts' gate, up and down matrices, and of the oth
 }
 
 
-@pytest.mark.parametrize("architecture", MIXTURES)
+@pytest.mark.parametrize("architecture", slow_after(MIXTURES, 2))
 def test_a_mixture_is_the_model_that_its_blocks_mean(tmp_path: Path, architecture: str) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2}
     hf = tiny_config(gguf_mixtures.FAMILIES[architecture], **sizes)

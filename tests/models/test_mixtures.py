@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.models.driver import Driver, prefill, random_ids
 from tests.models.test_load import opened
+from tests.tiers import slow_after
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import RequestError, StartError
 from tokserve.families.quantization.quantized import quantize_int4
@@ -101,6 +102,7 @@ def test_an_update_that_is_not_complete_or_comes_twice_is_refused(tmp_path: Path
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "glm4_moe"])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("kernels", slow_after(["cpp", "torch"], 1), indirect=True)
 @pytest.mark.usefixtures("kernels")
 def test_rows_do_not_depend_on_their_batch(family: str, quantization: str | None, tmp_path: Path) -> None:
     """Experts get no rows, one, or many, from other requests, in another order."""

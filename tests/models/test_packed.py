@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from tests.models.driver import Driver, prefill, random_ids
 from tests.models.test_load import IDS, opened, rewrite, stored
 from tests.models.test_parity import OF_STATES
+from tests.tiers import slow_after, slow_except
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import RequestError, StartError
 from tokserve.families.quantization.formats.packed import PackedFormat, unpacked
@@ -160,7 +161,7 @@ CASES["int8"] = (
 )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_except(CASES, *list(CASES)[::3]))
 def test_the_model_is_that_of_what_the_tensors_mean(tmp_path: Path, case: str) -> None:
     directory = write_checkpoint(tmp_path / "q", HF, seed=1)
     dequantized = write(directory, *CASES[case])
@@ -212,7 +213,9 @@ def test_words_that_are_no_finite_float16_are_finite() -> None:
     assert is_finite(torch.tensor([2**31 - 1], dtype=torch.int32), torch.float16)
 
 
-@pytest.mark.parametrize("case", ["gptq4-g32-sym-plain-v1", "gptq4-g32-asym-act-v2", "awq", "packed4-asym", "int8"])
+@pytest.mark.parametrize(
+    "case", slow_after(["gptq4-g32-asym-act-v2", "int8", "gptq4-g32-sym-plain-v1", "awq", "packed4-asym"], 2)
+)
 def test_experts_are_what_their_tensors_mean(tmp_path: Path, case: str) -> None:
     directory = write_checkpoint(tmp_path / "q", MIXTURE, seed=1)
     dequantized = write(directory, *CASES[case])

@@ -310,6 +310,9 @@ EVERY = [
     name if number < FIRST or name in FAST else pytest.param(name, marks=pytest.mark.slow)
     for number, name in enumerate(CASES)
 ]
+CPP_FAST = pytest.mark.parametrize(
+    "kernels", ["cpp", pytest.param("torch", marks=pytest.mark.slow)], indirect=True
+)  # the references in torch are checked by test_decoder.py and by ops/test_ops.py, against those in C++
 GREEDY = ["llama", "mistral", "qwen2-window", "qwen3", "gemma3", "rope-yarn", "gemma2", "cohere2"]
 NEW = [family for family, _ in CASES.values() if family not in ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")]
 LENGTH = 150  # longer than every window and every original context
@@ -357,6 +360,7 @@ def transformers_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
 
 
 @pytest.mark.parametrize("name", EVERY)
+@CPP_FAST
 @pytest.mark.usefixtures("kernels")
 def test_float32_logits_equal_transformers(
     name: str, transformers_model: Callable[[str], tuple[Path, PreTrainedModel]]
@@ -398,6 +402,7 @@ def greedy(
 @pytest.mark.parametrize(
     "name", [*GREEDY, *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(set(NEW) & CASES.keys()))]
 )
+@CPP_FAST
 @pytest.mark.usefixtures("kernels")
 def test_greedy_decoding_equals_transformers(
     name: str,
@@ -485,6 +490,7 @@ def sharp(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Sharp]:
 @pytest.mark.parametrize(
     "family", ["llama", "qwen2", "qwen3", "gemma3_text", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
 )
+@CPP_FAST
 @pytest.mark.usefixtures("kernels")
 def test_bfloat16_is_as_near_to_float32_as_transformers(family: str, sharp: Callable[[str], Sharp]) -> None:
     directory, texts, exact, rounded = sharp(family)

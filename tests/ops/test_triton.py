@@ -75,7 +75,8 @@ MAX_ELEMENTS = {
     ("short_conv", torch.float16): 500,
     ("linear", torch.float32): 6_000,
     ("linear_float8", torch.float32): 100,  # which the interpreter converts one by one
-    ("paged_attention", torch.float16): 30_000,
+    ("gated_linear", torch.float16): 5_000,
+    ("norm_rope_store", torch.float16): 2_600,
 }
 LONG_IN_INTERPRETER = {
     "linear_wna16", "gated_linear_wna16", "experts_wna16", "linear_int8", "gated_linear_int8", "experts_int8",

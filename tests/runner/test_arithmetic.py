@@ -37,7 +37,10 @@ def as_it_was() -> Iterator[None]:
     _C.select(before)
 
 
-@pytest.mark.parametrize(("family", "options"), OPTIONS, ids=[family for family, _ in OPTIONS])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [pytest.param(*pair, marks=pytest.mark.slow if i > 1 else (), id=pair[0]) for i, pair in enumerate(OPTIONS)],
+)
 def test_a_model_has_the_same_bits_on_all_instruction_sets_of_fma(
     family: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -50,6 +53,7 @@ def test_a_model_has_the_same_bits_on_all_instruction_sets_of_fma(
     assert all(result == results[0] for result in results[1:])
 
 
+@pytest.mark.slow
 def test_the_demo_model_has_the_same_bits_on_all_instruction_sets_of_fma(tmp_path: Path) -> None:
     hf, results = hf_config(DEMO_DIR), []
     for name in FMA:

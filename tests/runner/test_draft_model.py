@@ -77,12 +77,12 @@ def some_drawn(seed: int) -> Callable[[Job], list[int]]:
     ("method", "backend", "dtype"),
     [
         ("self-int8", "host", "float32"),
-        ("self-int4", "host", "bfloat16"),
         ("same", "host", "bfloat16"),
-        ("other", "host", "float32"),
-        ("int8 model", "host", "float32"),
-        ("same", "cuda", "float32"),
         ("other", "cuda", "float32"),
+        pytest.param("self-int4", "host", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("other", "host", "float32", marks=pytest.mark.slow),
+        pytest.param("int8 model", "host", "float32", marks=pytest.mark.slow),
+        pytest.param("same", "cuda", "float32", marks=pytest.mark.slow),
     ],
 )
 def test_drawn_drafts_change_no_bit(loaded: Callable[..., Loaded], method: str, backend: str, dtype: str) -> None:

@@ -25,6 +25,7 @@ from tests.runner.test_weight_sync import (
     outcome,
     start,
 )
+from tests.tiers import paired
 from tests.tiny_models import write_checkpoint
 from tokserve.base.errors import RequestError
 from tokserve.rl import checksums
@@ -47,8 +48,9 @@ def checkpoint(directory: Path, seed: int, config: dict[str, Any] = QWEN, kind: 
     return directory
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8", "int8"])
-@pytest.mark.parametrize("way", [by_stream, by_tensor, by_shared_memory], ids=lambda way: way.__name__)
+@pytest.mark.parametrize(
+    ("way", "quantization"), paired([by_stream, by_tensor, by_shared_memory], [None, "fp8", "int8"])
+)
 def test_a_commit_serves_what_a_start_serves(tmp_path: Path, way: Way, quantization: str | None) -> None:
     old, new = checkpoint(tmp_path / "old", 1), checkpoint(tmp_path / "new", 2)
     runner, facts = start(old, quantization=quantization)

@@ -15,6 +15,7 @@ from tests.runner.drive import Driver, Job, make_runner, update
 from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import outcomes, prompt
 from tests.runner.test_weight_sync import by_disk, by_shared_memory, by_stream
+from tests.tiers import slow_after
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import RequestError
 from tokserve.gpu.cuda import CudaBackend
@@ -116,7 +117,7 @@ def test_scales_are_of_no_use_to_another_cache(tmp_path: Path) -> None:
     assert first[0].background("checksums", {}) == second[0].background("checksums", {})
 
 
-@pytest.mark.parametrize("way", [by_disk, by_stream, by_shared_memory], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", slow_after([by_stream, by_disk, by_shared_memory], 1), ids=lambda way: way.__name__)
 def test_an_update_brings_its_scales(tmp_path: Path, way: Callable[[Runner, dict[str, Tensor]], None]) -> None:
     old, new = scaled(tmp_path / "old"), scaled(tmp_path / "new", 3.0, seed=1)
     runner, facts, fake = start(old)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.runner.test_runner import prompt
 from tests.runner.test_with_engine import VOCAB, RealEngine
+from tests.tiers import slow_after
 from tokserve.protocol.messages import Submit
 from tokserve.protocol.params import RepetitionDetection, ThinkingMarkers
 from tokserve.protocol.prompt import pack_ids
@@ -147,16 +148,16 @@ def crossed(directory: Path, seed: int, count: int, model: dict[str, Any] | None
 
 
 CROSSINGS: list[dict[str, Any]] = [
+    {"max_num_batched_tokens": 16, "max_num_seqs": 3},
+    {"depth": 2, "kv_cache_memory_bytes": 18 * 16 * 3 * 2 * 2 * 16 * 2, "enable_prefix_caching": False},
+    {"kv_cache_memory_bytes": 18 * 16 * 3 * 2 * 2 * 16 * 2},
     {},
     {"depth": 2},
-    {"max_num_batched_tokens": 16, "max_num_seqs": 3},
-    {"kv_cache_memory_bytes": 18 * 16 * 3 * 2 * 2 * 16 * 2},
-    {"depth": 2, "kv_cache_memory_bytes": 18 * 16 * 3 * 2 * 2 * 16 * 2, "enable_prefix_caching": False},
     {"enforce_eager": True, "block_size": 8},
 ]
 
 
-@pytest.mark.parametrize("options", CROSSINGS, ids=str)
+@pytest.mark.parametrize("options", slow_after(CROSSINGS, 3), ids=str)
 def test_speculation_changes_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
     crossed(tmp_path / "model", 3 + len(str(options)), 40, **options)
 

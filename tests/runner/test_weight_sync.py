@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tests.ports import free_port
 from tests.runner.drive import Driver, Job, feature
+from tests.tiers import slow_except
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import Conflict, Forbidden, RequestError, TransferFailed
 from tokserve.config import Config
@@ -70,7 +71,7 @@ class Bench:
         assert self.want_old != self.want_new
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama", "gemma3_text"])
+@pytest.fixture(scope="module", params=slow_except(["qwen3", "llama", "gemma3_text"], "gemma3_text"))
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """qwen3 is tied and has norms of queries and keys, llama neither; gemma3_text stores norms without their offset."""
     return Bench(tmp_path_factory.mktemp("weights"), request.param)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.engine.drafters import OneByOne
 from tests.engine.harness import Clock, Engine
 from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import prompt
+from tests.tiers import slow_cases
 from tests.tiny_models import tiny_config
 from tokserve.config import Config
 from tokserve.engine.core import EngineCore
@@ -108,9 +110,10 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return RealEngine(tmp_path_factory.mktemp("model") / "known", depth=1).run_all()
 
 
-@pytest.mark.parametrize("blocks", [40, 18], ids=["roomy", "tight"])
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("backend", ["host", "cuda"])
+@pytest.mark.parametrize(
+    ("backend", "depth", "blocks"),
+    slow_cases(product(["host", "cuda"], [1, 2], [40, 18]), ("host", 1, 40), ("host", 2, 18), ("cuda", 2, 40)),
+)
 def test_drafts_change_no_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: dict[str, Any], backend: str, depth: int, blocks: int
 ) -> None:

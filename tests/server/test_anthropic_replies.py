@@ -15,6 +15,7 @@ from tests.server.scripted_llm import endless, says
 from tests.server.site import Caller, Site, chat_site, site
 from tests.server.test_tools import ANSWERS, CALL
 from tests.text.tool_templates import HERMES
+from tests.tiers import paired
 from tokserve.base.errors import Overloaded, QueueFull
 
 MESSAGES, CHAT = "/v1/messages", "/v1/chat/completions"
@@ -135,8 +136,9 @@ def plain(reply: dict[str, Any]) -> dict[str, Any]:
     return {"content": text["text"] or None, "reasoning": text["thinking"] or None, "calls": calls}
 
 
-@pytest.mark.parametrize("answer", ANSWERS)
-@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS}, {"tools": TOOLS, "max_tokens": 7}], ids=["", "tools", "cut"])
+@pytest.mark.parametrize(
+    ("answer", "fields"), paired(ANSWERS, [{}, {"tools": TOOLS}, {"tools": TOOLS, "max_tokens": 7}])
+)
 def test_a_message_is_chats_answer_streamed_and_whole(reader: Site, answer: str, fields: dict[str, Any]) -> None:
     reader.llm.script = says(answer)
     message_reply = ask(reader, **fields)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.server.site import Site, site
+from tests.tiers import slow_after
 from tokserve.checkpoint import DEMO_DIR
 
-BODIES = 300
 MESSAGES = {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
 TENSORS = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}
 GROUP = {"master_address": "h", "master_port": 29500, "rank_offset": 1, "world_size": 2}
@@ -127,8 +127,9 @@ def named(answer: dict[str, Any]) -> str:
     return str(error.get("param") or error["message"])
 
 
+@pytest.mark.parametrize("bodies", slow_after([100, 1000], 1))
 @pytest.mark.parametrize("name", DOORS)
-def test_refusals_name_the_field_in_the_format_of_the_route(name: str) -> None:
+def test_refusals_name_the_field_in_the_format_of_the_route(name: str, bodies: int) -> None:
     door = DOORS[name]
     server = site(**door.options)
     cases = [
@@ -138,7 +139,7 @@ def test_refusals_name_the_field_in_the_format_of_the_route(name: str) -> None:
     rng = random.Random(name)
     served = len(server.llm.commands)
     failures = []
-    for _ in range(BODIES):
+    for _ in range(bodies):
         path, body, field, values = rng.choice(cases)
         wrong = rng.choice(values)
         answer = server.post(path, body | {field: wrong})

@@ -16,6 +16,7 @@ from tests.server.test_anthropic_replies import put_together
 from tests.server.test_tools import flat, joined
 from tests.text.test_model_slips import MUTATIONS, NOT_JSON, readable
 from tests.text.tool_templates import CODER, DEEPSEEK, HERMES, LLAMA, MISTRAL_ARGS, OPENED
+from tests.tiers import slow_after
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}, "content": {"type": "string"}}}
@@ -93,14 +94,7 @@ SHORT = [text for text in NOT_JSON if len(text) < 400]
 FEW = 3  # of several texts: tests/text reads all of them, and the slow tests on every route
 
 
-def few_quick(texts: list[str]) -> list[Any]:
-    """The first texts, and the others as slow tests."""
-    return [
-        pytest.param(text, marks=pytest.mark.slow if i >= FEW else (), id=text[:20]) for i, text in enumerate(texts)
-    ]
-
-
-@pytest.mark.parametrize("arguments", few_quick(SHORT))
+@pytest.mark.parametrize("arguments", slow_after(SHORT, FEW))
 def test_a_call_that_is_not_json_is_complete_on_no_route(server: tuple[Site, str], arguments: str) -> None:
     s, call = server
     answers = replies(s, call % arguments)
@@ -174,7 +168,7 @@ CODER_CALL = "<tool_call>\n<function=write>\n<parameter=path>\n%s\n</parameter>\
 VALUES = ["ends with </parameter> here.", "a\n<parameter=other>\nb", "line1\nline2", "</tool_call>", 'say "hi"']
 
 
-@pytest.mark.parametrize("value", few_quick(VALUES))
+@pytest.mark.parametrize("value", slow_after(VALUES, FEW))
 def test_values_of_elements_are_whole_on_every_route(value: str) -> None:
     """F5 b: half a value was an object on /v1/messages."""
     s = chat_site("", CODER, max_model_len=4096)

@@ -140,11 +140,11 @@ def test_the_routes_keep_to_the_table(route: str) -> None:
         actual = treatment(route, name)
         if actual is None:
             continue
+        for value in (None, *actual.no_effect):  # what --strict takes, a server without it takes, too
+            answer = ask(strict, route, name, value)
+            assert answer.status_code == 200, (name, value, answer.text)
+            assert "x-ignored-fields" not in answer.headers, (name, value)
         for server in (lenient, strict):
-            for value in (None, *actual.no_effect):
-                answer = ask(server, route, name, value)
-                assert answer.status_code == 200, (name, value, answer.text)
-                assert "x-ignored-fields" not in answer.headers, (name, value)
             answer = ask(server, route, name, ODD)
             if actual.treatment == "refused" or (server is strict and actual.strict):
                 error = error_of(answer)

@@ -10,6 +10,7 @@ from tests.replies import good
 from tests.server.byte_tokenizer import EOS, TOKENIZER, VOCAB, ids
 from tests.server.scripted_llm import says
 from tests.server.site import Site, site
+from tests.tiers import paired
 from tokserve.protocol.params import MAX_CHOICES
 from tokserve.server.http import body as bodies
 
@@ -65,8 +66,7 @@ CHATS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("fields", CHATS, ids=str)
+@pytest.mark.parametrize(("fields", "form"), paired(CHATS, FORMATS))
 def test_render_generate_and_derender_equal_chat(fields: dict[str, Any], form: str) -> None:
     s = site(says(ODD))
     body = {"messages": MESSAGES} | fields
@@ -89,8 +89,7 @@ TEXTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("body", TEXTS, ids=str)
+@pytest.mark.parametrize(("body", "form"), paired(TEXTS, FORMATS))
 def test_render_generate_and_derender_equal_completions(body: dict[str, Any], form: str) -> None:
     s = site(says(ODD))
     assert steady(completions_by_hand(s, body, form)) == steady(good(s.post(COMPLETIONS, body)))

@@ -16,6 +16,7 @@ from tests.server.scripted_llm import endless, says
 from tests.server.site import Caller, Site, chat_site, site
 from tests.server.test_tools import ANSWERS, CALL, PARAMETERS
 from tests.text.tool_templates import THINKER
+from tests.tiers import in_turns
 from tokserve.base.errors import QueueFull
 from tokserve.dialects.openai.responses import ResponsesRenderer
 from tokserve.features.observe.observers import metrics_of
@@ -111,9 +112,12 @@ ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "as_chat"), ASKED, ids=range(len(ASKED)))
-def test_streamed_whole_and_chat_are_the_same(fields: dict[str, Any], as_chat: dict[str, Any], reader: Site) -> None:
-    for text in ANSWERS:
+@pytest.mark.parametrize(("bodies", "answers"), in_turns(ASKED, ANSWERS, 3))
+def test_streamed_whole_and_chat_are_the_same(
+    bodies: tuple[dict[str, Any], dict[str, Any]], answers: list[str], reader: Site
+) -> None:
+    fields, as_chat = bodies
+    for text in answers:
         reader.llm.script = says(text)
         full_reply = ask(reader, **fields)
         response = put_together(streamed(reader, **fields))

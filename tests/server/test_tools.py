@@ -14,6 +14,7 @@ from tests.server.byte_tokenizer import TOKENIZER, byte_tokenizer, ids
 from tests.server.scripted_llm import says
 from tests.server.site import Site, chat_site, site
 from tests.text.tool_templates import DEEPSEEK, HERMES, LLAMA, MISTRAL, OPENED, THINKER
+from tests.tiers import in_turns
 from tokserve.base.errors import RequestError, StartError
 from tokserve.config import Config
 from tokserve.config.resolve import resolve
@@ -156,10 +157,10 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("fields", ASKED, ids=str)
-def test_streamed_whole_and_derendered_are_the_same(fields: dict[str, Any], reader: Site) -> None:
+@pytest.mark.parametrize(("fields", "answers"), in_turns(ASKED, ANSWERS, 4))
+def test_streamed_whole_and_derendered_are_the_same(fields: dict[str, Any], answers: list[str], reader: Site) -> None:
     s = reader
-    for text in ANSWERS:
+    for text in answers:
         s.llm.script = says(text)
         body = {"messages": MESSAGES, "tools": TOOLS, "request_id": "r"} | fields
         reply = s.post(CHAT, body).json()

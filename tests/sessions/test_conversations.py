@@ -56,7 +56,7 @@ SAME = [  # templates that write earlier turns as they were sampled, and tokeniz
 ]
 TOKENIZERS = {name: Tokenizer(Backend.from_str(make())) for name, make in KINDS.items()} | {"bytes": byte_tokenizer()}
 ENDS = ("<|im_end|>", "</s>", "<eos>")
-FAST, SLOW = 200, 10_000
+FAST, SLOW = 60, 10_000
 TURNS = 12
 
 
@@ -108,10 +108,9 @@ def check(template: str, tokenizer: str, seed: int) -> Counter[str]:
     return reasons
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_conversations_are_chains(part: int) -> None:
+def test_conversations_are_chains() -> None:
     reasons: Counter[str] = Counter()
-    for template, tokenizer, seed in simulations(FAST)[part::4]:
+    for template, tokenizer, seed in simulations(FAST):
         reasons += check(template, tokenizer, seed)
     assert reasons["continued"] > 0.75 * reasons.total()
     assert reasons.keys() <= {"continued", FIRST, "message N differs", "no message is an answer of the session"}

@@ -38,7 +38,7 @@ def run(detokenizer: Detokenizer, parts: list[list[int]]) -> tuple[list[str], St
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("skip", [True, False])
-@settings(derandomize=True, max_examples=80, deadline=None)
+@settings(derandomize=True, max_examples=30, deadline=None)
 @given(ids=IDS, cuts=CUTS)
 def test_joined_deltas_equal_the_full_continuation(name: str, skip: bool, ids: list[int], cuts: list[int]) -> None:
     tokenizer = TOKENIZERS[name]
@@ -65,7 +65,7 @@ def test_an_output_continues_its_prompt(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["byte_level", "llama2", "metaspace", "word_piece"])
 @pytest.mark.parametrize("include", [True, False])
-@settings(derandomize=True, max_examples=80, deadline=None)
+@settings(derandomize=True, max_examples=30, deadline=None)
 @given(data=st.data(), ids=IDS, cuts=CUTS, min_tokens=st.integers(0, 8))
 def test_stops_do_not_depend_on_the_cutting(
     name: str, include: bool, data: st.DataObject, ids: list[int], cuts: list[int], min_tokens: int

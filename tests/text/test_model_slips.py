@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.text.test_parsing import FORMATS, THOUGHTS, Said, add, call, content
+from tests.tiers import slow_after
 from tokserve.features.chat import parameters
 from tokserve.features.chat.json_scanner import complete_members
 from tokserve.features.chat.output_format import AnswerStart, OutputFormat
@@ -374,7 +375,7 @@ def test_of_mutated_calls_none_is_said_to_be_complete_but_with_what_the_model_wr
         ("mistral", '[TOOL_CALLS]write[ARGS]{"path": "\\'),
     ],
 )
-@pytest.mark.parametrize("thinking", [None, "qwen3"])
+@pytest.mark.parametrize("thinking", slow_after(["qwen3", None], 1))
 def test_slips_are_read_in_linear_time(form: str, piece: str, thinking: str | None) -> None:
     text = ("<think>" if thinking else "") + piece * 4000
     for whole_calls in (False, True):

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from tests.engine.grammars import Matcher
+from tests.tiers import paired
 from tokserve.base.errors import RequestError
 from tokserve.features.chat.grammars.reasoning import after_reasoning
 from tokserve.features.chat.tool_formats import THINKING, named
@@ -85,8 +86,7 @@ def takes(compiler: Compiler, kind: str, form: StructuredOutputs, text: str, *, 
     return bool(matcher.bits[0] & 1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize(("name", "kind"), paired(list(ANSWERS), KINDS))
 def test_the_form_begins_after_the_thought(compilers: dict[str, Compiler], kind: str, name: str) -> None:
     answer, right, wrong = ANSWERS[name]
     inside, before = (form_of(kind, answer, inside=inside) for inside in (True, False))

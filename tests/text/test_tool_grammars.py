@@ -15,6 +15,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from tests.engine.grammars import Matcher
+from tests.tiers import paired
 from tokserve.base.errors import RequestError
 from tokserve.features.chat import tool_grammars
 from tokserve.features.chat.output_format import OutputFormat
@@ -176,8 +177,7 @@ def calls(form: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
     return content, [(name, json.loads(arguments)) for name, arguments in actual]
 
 
-@pytest.mark.parametrize("marks", ["text", "added", "special"])
-@pytest.mark.parametrize("form", NAMES)
+@pytest.mark.parametrize(("form", "marks"), paired(NAMES, ["text", "added", "special"]))
 def test_calls_are_taken_as_the_model_writes_them(compilers: dict[str, Compiler], form: str, marks: str) -> None:
     for text in WRITTEN[form]:
         expected = [("weather", json.loads(WEATHER)), ("weathers", json.loads(CITIES))]
@@ -208,8 +208,7 @@ def test_answers_of_every_form_are_taken(compilers: dict[str, Compiler], form: s
         assert takes(compilers[marks], marks, form, answer, call)
 
 
-@pytest.mark.parametrize("marks", ["text", "special"])
-@pytest.mark.parametrize("form", NAMES)
+@pytest.mark.parametrize(("form", "marks"), paired(NAMES, ["text", "special"]))
 def test_texts_of_the_grammar_are_parsed_completely(compilers: dict[str, Compiler], form: str, marks: str) -> None:
     seen = set()
     for seed in range(20):
@@ -269,8 +268,9 @@ def test_the_number_of_forced_calls_is_limited(compilers: dict[str, Compiler]) -
             assert follows(compilers["text"], "text", grammar, text) == (count <= limit), (limit, count)
 
 
-@pytest.mark.parametrize("marks", ["text", "added", "special"])
-@pytest.mark.parametrize("form", [name for name in NAMES if name != "llama3_json"])
+@pytest.mark.parametrize(
+    ("form", "marks"), paired([name for name in NAMES if name != "llama3_json"], ["text", "added", "special"])
+)
 def test_calls_within_any_text(compilers: dict[str, Compiler], form: str, marks: str) -> None:
     def takes_text(text: str, parallel: bool = True) -> bool:
         grammar = tool_grammars.text_or_calls(named(TOOL_FORMATS, form), FUNCTIONS, tokenizer(marks), parallel=parallel)

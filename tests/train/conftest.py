@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.tiers import slow_except
 from tests.tiny_models import tiny_config, write_checkpoint
 
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -41,7 +42,12 @@ def kernels(compiled: None) -> None:
     """Every test computes with the compiled ops."""
 
 
-@pytest.fixture(params=FAMILIES)
+EVERY = slow_except(
+    FAMILIES, "llama-biases-tied", "llama-no-groups-gelu", "qwen3-mixed-wide", "gemma3"
+)  # they have all parts
+
+
+@pytest.fixture(params=EVERY)
 def family(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A checkpoint of each family, with norms and biases that are not trivial."""
     name, changes = FAMILIES[request.param]

@@ -463,6 +463,7 @@ def test_quantization_is_refused() -> None:
         PolicyModel.from_pretrained("demo", quantization="int8")
 
 
+@pytest.mark.slow
 def test_importing_leaves_the_server_out() -> None:
     names = {"tokserve.server", "tokserve.client", "tokserve.engine", "tokserve.runner", "fastapi", "zmq"}
     code = f"import sys, tokserve.train; loaded = {names} & set(sys.modules); sys.exit(str(loaded) if loaded else 0)"
