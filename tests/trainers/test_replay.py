@@ -55,7 +55,8 @@ def test_a_trainers_calls_are_answered(path: Path, tmp_path: Path) -> None:
 
 
 def test_every_file_names_its_source() -> None:
-    assert {path.stem for path in RECORDED} == {"areal", "areal_sglang", "miles", "prime_rl", "skyrl", "slime"}
+    frameworks = {"areal", "areal_sglang", "miles", "nemo_rl", "prime_rl", "skyrl", "slime", "vime"}
+    assert {path.stem for path in RECORDED} == frameworks
     for path in RECORDED:
         recorded = json.loads(path.read_text())
         assert recorded["version"] and recorded["source"] and recorded["requests"]
