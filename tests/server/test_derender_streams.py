@@ -6,12 +6,15 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
 
 from tests.replies import good
 from tests.server.byte_tokenizer import ids
 from tests.server.scripted_llm import says
 from tests.server.site import Site, chat_site, site
+from tests.text.checkpoints import sentence_piece_json
 from tests.text.tool_templates import HERMES, OPENED
+from tokserve.text.tokenizer import Tokenizer
 
 CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -214,6 +217,25 @@ def test_joined_chunks_are_the_completion_at_every_cut(text: str, fields: dict[s
         assert actual["prompt_token_ids"] == expected["prompt_token_ids"]
         scores = expected["logprobs"] or {}
         assert actual["logprobs"] == {name: scores.get(name, []) for name in COLUMNS}, places
+
+
+def test_an_outputs_first_space_is_kept_whole_and_in_a_stream() -> None:
+    """Llama 2's tokenizer drops the first space of a text, and the output continues the prompt's."""
+    tokenizer = Tokenizer(Backend.from_str(sentence_piece_json()))
+    prompt = tokenizer.encode("the win", False)
+    s = site(lambda p, i: [*prompt, 0], tokenizer=tokenizer)
+    body = {"prompt": prompt, "logprobs": 0, "max_tokens": len(prompt)}
+    expected = good(s.post(COMPLETIONS, body))["choices"][0]
+    assert expected["text"] == " the win"
+    [sent] = good(s.post(COMPLETIONS + "/render", body))
+    reply = good(s.post(GENERATE, sent))
+    both = {"completion_request": body, "prompt_token_ids": [prompt], "generate_responses": [reply]}
+    assert good(s.post(COMPLETIONS + "/derender", both))["choices"][0]["text"] == expected["text"]
+    for cut in range(len(prompt) + 1):
+        actual = derendered(s, body, prompt, parts_of(reply["choices"][0], [cut]), forgets=bool(cut % 2))
+        assert actual["text"] == expected["text"]
+        assert actual["logprobs"]["text_offset"] == expected["logprobs"]["text_offset"]
+        assert actual["logprobs"]["tokens"] == expected["logprobs"]["tokens"]
 
 
 def test_usage_of_a_completion_is_passed_on() -> None:

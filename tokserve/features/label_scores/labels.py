@@ -62,13 +62,16 @@ async def score(
 ) -> LabelScores:
     """The labels' probabilities.  `joins_texts`: a query and an item that are texts are tokenized as one.  `size`: of
     the body, in bytes.  Raises RequestError."""
+    query = body.query
+    if query is None:
+        raise RequestError("query is required", field="query")
     if not body.label_token_ids:
         raise invalid("label_token_ids", "must have at least one token id")
     params = SamplingParams(
         max_tokens=1, temperature=0.0, logprob_token_ids=body.label_token_ids, logprobs_mode="raw", ignore_eos=True
     )
     serving.name_request(request, body)
-    prompts = await off_loop(request, size, lambda: prompts_of(serving, body, joins_texts=joins_texts))
+    prompts = await off_loop(request, size, lambda: prompts_of(serving, body, query, joins_texts=joins_texts))
     generate = serving.request_of(request, body, params, text=False)
     place = "items[0]" if len(prompts) == 1 else "items"
     paths = FieldPaths(place, others={"logprob_token_ids": "label_token_ids"})
@@ -80,23 +83,21 @@ async def score(
     return LabelScores(np.stack(rows), generation.key, generation.usage(), headers)
 
 
-def prompts_of(serving: Serving, body: LabelScoresBody, *, joins_texts: bool) -> list[list[int]]:
+def prompts_of(serving: Serving, body: LabelScoresBody, query: Text, *, joins_texts: bool) -> list[list[int]]:
     """The ids of the query with each item.  Raises RequestError."""
-    if body.query is None:
-        raise RequestError("query is required", field="query")
     if not body.items:
         raise invalid("items", "must have at least one item")
     items: Sequence[Text] = [body.items] if isinstance(body.items, str) else body.items
     if len(items) > MAX_PROMPTS:
         raise invalid("items", f"must have at most {MAX_PROMPTS} entries, got {len(items)}")
     special, places = body.add_special_tokens is not False, [f"items[{index}]" for index in range(len(items))]
-    if joins_texts and isinstance(body.query, str) and isinstance(items[0], str):
-        joined = [f"{item}{body.query}" if body.item_first else f"{body.query}{item}" for item in items]
+    if joins_texts and isinstance(query, str) and isinstance(items[0], str):
+        joined = [f"{item}{query}" if body.item_first else f"{query}{item}" for item in items]
         return _encoded(serving, joined, places, special)
-    [query] = _encoded(serving, [body.query], ["query"], special)
+    [query_ids] = _encoded(serving, [query], ["query"], special)
     prompts = []
     for item, place in zip(_encoded(serving, items, places, False), places, strict=True):
-        ids = item + query if body.item_first else query + item
+        ids = item + query_ids if body.item_first else query_ids + item
         if not ids:
             raise invalid(place, "and query must not both be empty")
         prompts.append(ids)
