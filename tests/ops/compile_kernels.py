@@ -117,6 +117,10 @@ def calls(sizes: list[int], *, has_float8: bool, is_dependent: bool, wide_heads:
         for sinks in (None, torch.empty(heads)):
             call["paged_attention"](many, *caches, tables, starts, lens, 0.1, window, 1.0, 0.0, sinks)
     call["paged_attention"](many, *caches, tables, starts, lens, 0.1, 0, 1.0, 50.0)
+    step = torch.empty(rows, heads, dim, dtype=BF16)
+    runs = OPS["attention_work"].implementations["groups"].call(step, caches[0], tables, starts, lens, 0)
+    for sinks in (None, torch.empty(heads)):
+        call["paged_attention"](step, *caches, tables, starts, lens, 0.1, 0, 1.0, 0.0, sinks, None, runs)
     call["paged_attention"](many, *caches, tables, starts, lens, 0.1, 0, 1.0, 50.0, torch.empty(heads))
     single = torch.empty(2, 32, kv_heads, page, dim).unbind()
     call["paged_attention"](many.float(), *single, tables, starts, lens, 0.1, 0)

@@ -105,6 +105,8 @@ def test_every_kernel_compiles_for_sm_90(compiled: dict[str, Any]) -> None:
         "decode",
         "prefill",
         "latent_merge",
+        "run_splits",
+        "run_merge",
         "norm_rope_store",
         "norm",
         "rope",

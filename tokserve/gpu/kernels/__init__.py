@@ -21,6 +21,7 @@ from tokserve.gpu.kernels import (
     mixture_wna16,
     recurrent,
     sampling,
+    shared_keys,
     step,
     wna16,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "mixture_wna16",
     "recurrent",
     "sampling",
+    "shared_keys",
     "step",
     "wna16",
 ]

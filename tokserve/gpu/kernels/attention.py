@@ -509,7 +509,7 @@ def rows_block(rows: int) -> int:
 
 
 @attention.attention_work.implement("triton", device="cuda")
-def attention_work(
+def divide_work(
     q: Tensor, k_cache: Tensor, block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, window: int
 ) -> Tensor:
     """[2 (R + 1) + R * Hk] int32, see `work_kernel`."""
@@ -534,8 +534,7 @@ def attention_work(
     return work
 
 
-@attention.paged_attention.implement("triton", device="cuda")
-def paged_attention(
+def attend_rows(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -550,8 +549,8 @@ def paged_attention(
     bidirectional: Tensor | None = None,
     work: Tensor | None = None,
 ) -> Tensor:
-    """q may be a slice of a tensor [T, ...].  Raises NotImplementedError for bidirectional rows: those of images, which
-    a GPU does not take."""
+    """`paged_attention`; q may be a slice of a tensor [T, ...].  Raises NotImplementedError for bidirectional rows:
+    those of images, which a GPU does not take."""
     if bidirectional is not None:
         raise NotImplementedError("attention to later keys has no kernel for this device")
     (tokens, heads, dim), rows, (kv_heads, page) = q.shape, len(seq_lens), k_cache.shape[1:3]
@@ -559,7 +558,7 @@ def paged_attention(
     if tokens == 0:
         return out
     if work is None:
-        work = attention_work(q, k_cache, block_tables, query_start, seq_lens, window)
+        work = divide_work(q, k_cache, block_tables, query_start, seq_lens, window)
     launch, group = divide(q, k_cache, block_tables), heads // kv_heads
     dim_block = max(16, next_power_of_2(dim))
     shape = (group, kv_heads, dim, page, window, SPLIT, launch.keys, dim_block, softcap > 0.0)
