@@ -136,6 +136,7 @@ def test_a_hangup_stops_unless_it_is_ignored_from_the_start() -> None:
 
     usual = [(number, signal.getsignal(number)) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)]
     try:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
         assert asyncio.run(heard())
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         assert not asyncio.run(heard())

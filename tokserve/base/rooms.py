@@ -79,6 +79,8 @@ class Room:
     `model_files`: a `checkpoint.ModelFiles`.
     `commands`: a tuple of `protocol.commands.AdminCommand`.
     `engine`, `runner`: a function that makes the room's feature of an engine or of a model runner, or None.
+    `loaded`: a function of a `Config` and the model that was loaded, called before the KV cache takes the memory that
+    is left; what it returns is in `RunnerContext.loaded`.
     `draft`: a function of a `Config`, the served model and a function that loads a model from a `Config`, which returns
     the `Draft` that draws drafts, or None.
     `columns`: a tuple of `protocol.columns.ColumnSpec` and `ValueSpec`.
@@ -106,6 +108,7 @@ class Room:
     commands: str = ""
     engine: str = ""
     runner: str = ""
+    loaded: str = ""
     draft: str = ""
     columns: str = ""
     parts: Mapping[str, str] = field(default_factory=dict)

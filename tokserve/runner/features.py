@@ -28,12 +28,14 @@ Calls = Mapping[str, Callable[..., Any]]  # by the name of a method
 @dataclass(frozen=True, slots=True)
 class RunnerContext:
     """What features are made of.  `runner` is complete but for them.  `images`: of a model that reads some; `threads`:
-    of ops.  `offers`: functions of features for others."""
+    of ops.  `loaded`: what rooms have made of the model when it was loaded, by their names.  `offers`: functions of
+    features for others."""
 
     config: Config
     runner: Runner
     images: ImageFormat | None
     threads: int
+    loaded: Mapping[str, Any]
     offers: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
 

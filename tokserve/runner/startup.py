@@ -64,6 +64,7 @@ def _load(config: Config, ranks: Ranks) -> tuple[Runner, DeviceFacts]:
         device.set_threads(1)  # the compiled ops have their own threads; torch's would fight them for the cores
     model = _model(target, ranks, config)
     _advise(config, model, kernels)
+    made = {name: make(config, model) for name, make in contributions("loaded")}
     drafts = (load_draft(config, model, partial(_model, target, ONE)) for _, load_draft in contributions("draft"))
     draft = next((draft for draft in drafts if draft is not None), None)
     loaded = time.perf_counter()
@@ -72,7 +73,7 @@ def _load(config: Config, ranks: Ranks) -> tuple[Runner, DeviceFacts]:
     if images is not None:
         backend.slots.images = images
     runner = Runner(model, backend, config, ranks)
-    runner.use(make_features(RunnerContext(config, runner, images, threads)))
+    runner.use(make_features(RunnerContext(config, runner, images, threads, made)))
     with torch.inference_mode():
         for adapter in (-1, 0) if config.lora.enable_lora else (-1,):
             _warm_up(runner, adapter)

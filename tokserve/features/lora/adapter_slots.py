@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from tokserve.base.errors import NotFound, RequestError
-from tokserve.config import LoraConfig, WeightsConfig
+from tokserve.config import Config, LoraConfig, WeightsConfig
 from tokserve.features.lora import adapter_files
 from tokserve.features.lora.layer import LoraSlots
 from tokserve.features.lora.pushed_adapter import AdapterFit, AdapterStaging, PushedAdapter, check_push_base
@@ -100,6 +100,15 @@ class LoraTables:
 
     def num_bytes(self) -> int:
         return sum(slots.num_bytes() for slots in self._layers.values())
+
+
+def make_slots(config: Config, model: Decoder) -> LoraTables | None:
+    """The slots of a model, which uses them from now on; None without --enable-lora."""
+    if not config.lora.enable_lora:
+        return None
+    slots = LoraTables(config.lora, model, config.weights)
+    slots.attach(model)
+    return slots
 
 
 def _digest(adapter: Mapping[str, LowRank]) -> str:

@@ -15,10 +15,9 @@ class RunnerAdapters(RunnerFeature):
     """The slots of adapters, with --enable-lora."""
 
     def __init__(self, context: RunnerContext) -> None:
-        config, self._runner, self._offers = context.config, context.runner, context.offers
-        model, draft = context.runner.model, context.runner.backend.draft
-        self._slots = LoraTables(config.lora, model, config.weights) if config.lora.enable_lora else None
-        self.attach(model)
+        self._runner, self._offers = context.runner, context.offers
+        self._slots: LoraTables | None = context.loaded["lora"]
+        draft = context.runner.backend.draft
         if draft is not None and draft.first_layer == 0:  # it has the served model's layers
             self.attach(draft.model)
 
