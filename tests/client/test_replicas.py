@@ -312,6 +312,7 @@ def test_a_dead_engine_loses_only_its_requests() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_weights_that_only_some_engines_have_cannot_be_confirmed() -> None:
     async def scene() -> None:
         async with make(runtime={"restart_engine": 5}) as llm:

@@ -352,6 +352,7 @@ def test_pixels_of_other_dtypes(server: Served) -> None:
     assert len(outcome(ask(server, with_pixels("bfloat16", narrow.tobytes())))[0]) == 6
 
 
+@pytest.mark.slow
 def test_a_dead_worker_fails_only_its_image(server: Served) -> None:
     ask(server, by_parts(ONE))
     workers = [

@@ -72,6 +72,7 @@ def test_an_unread_stream_is_stalled_until_it_is_read(server: Server) -> None:
     server.wait_idle()
 
 
+@pytest.mark.slow
 def test_unread_streams_give_up_their_slots(server: Server) -> None:
     async def scene() -> None:
         socks = [await connect(server.url, large(random.Random(i))) for i in range(4)]
@@ -85,6 +86,7 @@ def test_unread_streams_give_up_their_slots(server: Server) -> None:
     server.wait_idle()
 
 
+@pytest.mark.slow
 def test_a_client_does_not_wait_for_many_requests_of_another(server: Server) -> None:
     request = body(None, max_tokens=8, ignore_eos=True, seed=1, logprobs=2)
     expected = answered(server, request)

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.ops.packing import pack_arguments
 from tests.ops.samples import samples
+from tests.tiers import slow_except
 from tokserve import ops  # noqa: F401  (declares the ops)
 from tokserve.ops.registry import OPS, REFERENCE
 from tokserve.ops.serial import one_thread
@@ -67,7 +68,10 @@ def packed(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return pack_arguments(name, REFERENCE, arguments)
 
 
-@pytest.mark.parametrize("name", sorted(set(OPS) - WHOLE_NUMBERS))
+NAMES = sorted(set(OPS) - WHOLE_NUMBERS)
+
+
+@pytest.mark.parametrize("name", slow_except(NAMES, *(name for name in NAMES if "wna16" not in name)))
 def test_products_of_references_run_on_one_thread(name: str) -> None:
     op = OPS[name]
     with Products() as products:

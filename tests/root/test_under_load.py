@@ -18,10 +18,11 @@ exec sleep 1000
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "code", "lines"),
     [
-        pytest.param("true", 0, ["run 1 of 2: passed in", "run 2 of 2: passed in"], marks=pytest.mark.slow),
+        ("true", 0, ["run 1 of 2: passed in", "run 2 of 2: passed in"]),
         ("exit 3", 3, ["run 1 of 2: failed with exit code 3 after"]),
     ],
 )

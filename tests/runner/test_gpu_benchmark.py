@@ -65,6 +65,7 @@ class Values:
         pass
 
 
+@pytest.mark.slow
 def test_a_row_of_the_table_is_made(program: Any) -> None:
     options = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
     row = program.measure("8B", 1, 3, program.Card("fake", 1e12, 1e15), **options)

@@ -67,6 +67,7 @@ def test_without_a_gpu_the_probe_reports_it() -> None:
     assert done.stdout == "no GPU: nothing was asked\n"
 
 
+@pytest.mark.slow
 def test_questions_are_answered_in_the_interpreter(probe: Any, capsys: pytest.CaptureFixture[str]) -> None:
     answers = {answer["number"]: answer for answer in probe.ask(small(probe), set())}
     assert len(answers) == 12
