@@ -200,5 +200,5 @@ def test_a_random_tree(server: Served, update: bool) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(10))
 def test_many_random_trees(server: Served, seed: int) -> None:
-    """500 requests each."""
+    """500 requests each; all seeds took 16 minutes on two cores with a load of 10, 6 of the processor."""
     check_tree(server, 100 + seed, 500, update=seed % 2 == 1)

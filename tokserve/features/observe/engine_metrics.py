@@ -44,7 +44,11 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
     ("num_preemptions", "Times a request was put back into the queue.", lambda s: s.preemptions),
     ("prompt_tokens", "Prompt tokens computed or found in the cache.", lambda s: s.prompt_tokens),
     ("generation_tokens", "Tokens generated.", lambda s: s.output_tokens),
-    ("attention_keys", "Keys that requests' attention needed on a CPU, in all layers.", lambda s: s.attention_keys),
+    (
+        "attention_keys",
+        "Keys that requests' attention needed on a CPU, in the layers of one rank.",
+        lambda s: s.attention_keys,
+    ),
     (
         "shared_attention_keys",
         "Those of the keys that were read for another request of the step anyway.",
