@@ -318,6 +318,23 @@ def test_nccl_without_a_card_is_refused_at_once(lab: Lab) -> None:
     assert (answer.status_code, error["param"]) == (400, "init_info.backend") and "CUDA" in error["message"]
 
 
+def test_a_reset_makes_all_weights_random_until_the_next_push(lab: Lab) -> None:
+    """vLLM's `reset`; trainers check with it that a push brings all tensors."""
+    lab.post("/update_weights", {"weight_dir": str(lab.directories[0])})
+    checkpoint, epoch = {"names": "checkpoint"}, lab.state()["epoch"]
+    before = lab.post("/weight_checker", checkpoint | {"action": "checksum"})["checkpoint"]
+    assert lab.post("/weight_checker", {"action": "reset"}) == {"status": "reset"}
+    current = lab.post("/weight_checker", checkpoint | {"action": "checksum"})["checkpoint"]
+    assert current.keys() == before.keys() and not any(current[name] == before[name] for name in before)
+    assert lab.state()["epoch"] > epoch and lab.state()["state"] == "running"
+    lab.post("/start_weight_update")
+    answer = lab.server.post("/weight_checker", {"action": "reset"})
+    assert answer.status_code == 409, answer.text
+    lab.post("/abort_weight_update")
+    lab.post("/update_weights", {"weight_dir": str(lab.directories[0])})
+    assert lab.post("/weight_checker", checkpoint | {"action": "compare", "baseline": before})["match"] is True
+
+
 def test_checksums_are_compared(lab: Lab) -> None:
     lab.post("/update_weights", {"weight_dir": str(lab.directories[0])})
     before = lab.post("/weight_checker", {"action": "checksum"})["checksums"]

@@ -249,6 +249,13 @@ def test_parts_pushed_in_any_order_give_the_same_bits(tmp_path: Path, case: str)
     assert torch.equal(prefill(staging.finish(), IDS), expected)
 
 
+def test_weights_in_such_a_form_are_not_made_random(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "q", HF, seed=1)
+    write(directory, *CASES["awq"])
+    with pytest.raises(RequestError, match="cannot be made random"):
+        Staging(opened(directory).blank()).draw(1)
+
+
 @pytest.mark.parametrize("case", ["gptq4-g32-sym-plain-v1", "awq", "packed4-sym"])
 def test_pushed_parts_of_another_shape_are_refused(tmp_path: Path, case: str) -> None:
     directory = write_checkpoint(tmp_path / "q", HF, seed=1)

@@ -108,6 +108,22 @@ def test_a_module_of_transformers_is_a_whole_update(family: str, tmp_path: Path)
     staging.finish()
 
 
+@pytest.mark.parametrize(
+    "family", [name if name in ("cohere2", "glm4_moe") else pytest.param(name, marks=pytest.mark.slow) for name in NEW]
+)
+def test_random_weights_are_a_whole_update(family: str, tmp_path: Path) -> None:
+    hf = tiny_config(family)
+    options: dict[str, Any] = {"dtype": "float32", "head_dtype": "auto", "load_format": "dummy"}
+    served, expected = (load_model(tmp_path, hf, **options, seed=seed) for seed in (0, 7))
+    staging = Staging(served.blank())
+    staging.draw(7)
+    sums, expected_sums = (
+        decoder.provenance.checksums(decoder.spec.renames, tied=decoder.spec.tied)[0]
+        for decoder in (staging.finish(), expected)
+    )
+    assert sums == expected_sums and sums
+
+
 LATER = {  # families whose tensors are named as those of others
     "olmoe",
     "flex_olmo",

@@ -229,7 +229,7 @@ BAD = [
     ("/update_weights", {"update_info": UPDATE, "recompute_kv": True}, "recompute_kv"),
     ("/update_weights", {"update_info": UPDATE, "take_over": True}, "take_over"),
     ("/update_weight_version", {}, "new_version"),
-    ("/weight_checker", {"action": "reset"}, "action"),
+    ("/weight_checker", {"action": "restore"}, "action"),
     ("/weight_checker", {"action": "compare"}, "baseline"),
     ("/collective_rpc", {}, "method"),
     ("/pause", [1], None),

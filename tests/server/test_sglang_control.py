@@ -96,7 +96,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/load_lora_adapter_from_tensors", ADAPTER | {"serialized_named_tensors": ["%"]}, "not base64"),
     ("/load_lora_adapter_from_tensors", ADAPTER | {"load_format": "pickle"}, "load_format"),
     ("/load_lora_adapter_from_tensors", ADAPTER | {"added_tokens_config": {"a": 1}}, "added_tokens_config"),
-    ("/weights_checker", {"action": "reset_tensors"}, "overwrites"),
+    ("/weights_checker", {"action": "restore"}, "reset_tensors"),
     ("/weights_checker", {"action": "compare"}, "no snapshot"),
     ("/update_weights_from_disk", {}, "model_path"),
     ("/update_weights_from_disk", {"model_path": "/w", "load_format": "dummy"}, "load_format"),

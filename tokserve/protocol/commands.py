@@ -19,6 +19,7 @@ LEVELS = (("scheduling",), TAGS, TAGS)  # what each level of sleep puts to sleep
 Mode = Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(MODES)})]
 When = Literal["at once", "step boundary", "in the background", "commit at a step boundary"]
 LONGEST_RPC = 1e6  # seconds: limit of a timeout
+RANDOM_SEED = "random_seed"  # of a source of weights without tensors: they are drawn from this seed
 MOST_STEPS, LONGEST_PROFILE = 100_000, 3600.0  # of a profile; seconds
 TorchOption = Literal["record_shapes", "with_stack", "profile_memory", "with_flops"]
 

@@ -196,7 +196,7 @@ FIELDS: dict[str, str] = {
     "args": "Its arguments.",
     "kwargs": "Its keyword arguments.",
     "timeout": "Seconds to wait for the reply.",
-    "action": "checksum or compare.",
+    "action": "checksum, compare or reset.",
     "baseline": "Checksums to compare with, by name.",
     "names": "Which checksums, memory or checkpoint; or the names of tensors.",
     "model_path": "A checkpoint directory.",

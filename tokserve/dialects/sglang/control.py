@@ -13,6 +13,7 @@ from tokserve.base.errors import LONGEST_SHOWN, Conflict, RequestError, invalid
 from tokserve.dialects.sglang import weights
 from tokserve.dialects.sglang.replies import json, read
 from tokserve.dialects.sglang.state import SglangState
+from tokserve.features.weights.weight_routes import reset_weights
 from tokserve.protocol.commands import MOST_STEPS
 from tokserve.server.serving import Serving
 
@@ -179,11 +180,13 @@ async def loaded_adapters(serving: Serving, message: str) -> dict[str, Any]:
 
 
 async def weights_checker(serving: Serving, request: Request) -> Response:
-    """POST /weights_checker: checksums in memory; `compare` is with the last `snapshot` of this API process"""
+    """POST /weights_checker: checksums in memory, `compare` with this API process' last `snapshot`, `reset_tensors`"""
     params, headers = await read(serving, request, WeightsCheckerBody)
-    if params.action not in ("checksum", "snapshot", "compare"):
-        refusal = "overwrites the weights, which is not supported" if params.action == "reset_tensors" else ""
-        raise invalid("action", refusal or "must be checksum, snapshot or compare")
+    if params.action not in ("checksum", "snapshot", "compare", "reset_tensors"):
+        raise invalid("action", "must be checksum, snapshot, compare or reset_tensors")
+    if params.action == "reset_tensors":
+        await reset_weights(serving.llm)
+        return json({"success": True, "message": "Success."}, headers)
     checksums = await serving.llm.weight_checksums()
     reply: dict[str, Any] = {"success": True, "message": "Success."}
     if params.action == "checksum":

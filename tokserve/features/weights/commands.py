@@ -17,6 +17,7 @@ from tokserve.engine.features import EngineContext
 from tokserve.engine.hooks import EngineFeature
 from tokserve.features.lora.commands import LoadHooks, PushedSource
 from tokserve.features.weights.update import Update, VersionHistory, check_version
+from tokserve.protocol.commands import RANDOM_SEED
 from tokserve.protocol.messages import Status
 
 logger = logging.getLogger(__name__)
@@ -266,6 +267,8 @@ class Weights(CurrentWeights):
         opened = self._filling(update_id=update_id)
         opened.source = update.get("weight_dir", update.get("path"))
         opened.way = "disk" if opened.source is not None else "ipc" if "segment" in update else "process group"
+        if RANDOM_SEED in update:
+            opened.way = "a seed"
         opened.stamp = yield from self._staged(opened, "receive_update", source=update)
         return {"message": "Weights updated"}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokserve.base.errors import RequestError, StartError
 from tokserve.layers.parameter import StoredWeight, as_dense
-from tokserve.models import kv_scales, weights
+from tokserve.models import dummy, kv_scales, weights
 from tokserve.models.decoder import Decoder
 from tokserve.models.formats import WHOLE, Described, Part, is_finite
 from tokserve.models.provenance import EMBEDDING, HEAD, Provenance
@@ -103,6 +103,17 @@ class Staging:
         if part is not None:
             self._receive(name, target, part, (weight,) if isinstance(weight, Tensor) else weight.tensors())
             self._take(target, weight)
+
+    def draw(self, seed: int) -> None:
+        """Take random weights, those of `--load-format dummy` with this seed."""
+        if self._format.needs != {WHOLE}:
+            raise RequestError(
+                f"random weights cannot take the place of those of a checkpoint in {self._format.name} form"
+            )
+        parameters = self._decoder.parameters_by_name()
+        for name, tensor in dummy.tensors(parameters, seed):
+            self.put(name, tensor)
+        self.provenance.set_generator(lambda: dummy.tensors(parameters, seed))
 
     def _receive(self, name: str, target: str, part: Part, tensors: tuple[Tensor, ...]) -> None:
         self._received |= {target, part}

@@ -15,6 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.base.errors import Conflict, RequestError, invalid
+from tokserve.client.async_llm import AsyncLLM
+from tokserve.protocol.commands import RANDOM_SEED
 from tokserve.server import reply_types as types
 from tokserve.server.admin.commands import read
 from tokserve.server.endpoint import COMMAND, Endpoint
@@ -45,7 +47,7 @@ class UpdateBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CheckerBody(msgspec.Struct, forbid_unknown_fields=True):
-    """`action`: checksum, or compare (with `baseline`).  `names`: memory, or checkpoint."""
+    """`action`: checksum, compare (with `baseline`), or reset to random weights.  `names`: memory, or checkpoint."""
 
     action: str
     baseline: dict[str, str] | None = None
@@ -159,10 +161,13 @@ async def served_weights(serving: Serving, request: Request) -> Response:
 
 
 async def weight_checker(serving: Serving, request: Request) -> Response:
-    """POST /weight_checker: checksums of the weights, or whether they equal a baseline"""
+    """POST /weight_checker: checksums of the weights, or whether they equal a baseline; or reset to random ones"""
     params = await read(serving, request, CheckerBody)
-    if params.action not in ("checksum", "compare"):
-        raise invalid("action", f"must be checksum or compare, got {params.action[:200]!r}")
+    if params.action not in ("checksum", "compare", "reset"):
+        raise invalid("action", f"must be checksum, compare or reset, got {params.action[:200]!r}")
+    if params.action == "reset":
+        await reset_weights(serving.llm)
+        return body.reply(request, {"status": "reset"})
     if params.action == "compare" and params.baseline is None:
         raise RequestError("compare needs a baseline", field="baseline")
     if params.names not in (None, "memory", "checkpoint"):
@@ -180,6 +185,19 @@ async def weight_checker(serving: Serving, request: Request) -> Response:
     names = sorted((current.keys() - optional) | baseline.keys())
     mismatches = [name for name in names if current.get(name) != baseline.get(name)]
     return body.reply(request, {"match": not mismatches, "mismatches": mismatches})
+
+
+async def reset_weights(llm: AsyncLLM) -> None:
+    """An update to random weights.  Trainers do this before a push, to see that it brings every tensor."""
+    update_id = (await llm.start_weight_update())["update_id"]
+    is_staged = False
+    try:
+        await llm.update_weights({"update_info": {RANDOM_SEED: secrets.randbits(31)}, "update_id": update_id})
+        is_staged = True
+    finally:
+        if not is_staged:
+            await llm.abort_weight_update(update_id)
+    await llm.finish_weight_update(update_id=update_id)
 
 
 async def _checksums(serving: Serving, names: str | None) -> dict[str, Any]:

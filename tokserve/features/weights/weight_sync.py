@@ -32,6 +32,8 @@ from tokserve.features.weights.staging import Staging
 from tokserve.models import weights
 from tokserve.models.decoder import Decoder
 from tokserve.models.formats import checkpoint_format
+from tokserve.protocol.commands import RANDOM_SEED
+from tokserve.protocol.params import INT32_MAX
 from tokserve.rl import broadcast
 from tokserve.rl.broadcast import TransferGroup
 from tokserve.rl.delta_directory import VersionFile, chain, described, files_of, is_chain
@@ -283,13 +285,15 @@ class WeightSync:
 
     @request_errors()
     def receive(self, source: dict[str, Any]) -> str | None:
-        """Stage the tensors of a source: {"weight_dir"}, or an announcement for the backend.  Of a directory, the stamp
-        of its files: they are the same ones as long as it is."""
+        """Stage the tensors of a source: {"weight_dir"}, {"random_seed"}, or an announcement for the backend.  Of a
+        directory, the stamp of its files: they are the same ones as long as it is."""
         whole = False
         staging = self._opened()
         try:
             stamp = None
-            if "files" in source and not isinstance(staging, AdapterStaging):
+            if RANDOM_SEED in source:
+                self._draw(staging, source)
+            elif "files" in source and not isinstance(staging, AdapterStaging):
                 stamp = self._read_chain(staging, **source)
             elif "weight_dir" not in source and "path" not in source:
                 self._take_announced(staging, source)
@@ -304,6 +308,15 @@ class WeightSync:
             if not whole:
                 self.abort()
         return stamp
+
+    def _draw(self, staging: Staging | DeltaStaging | AdapterStaging, source: dict[str, Any]) -> None:
+        """Random weights, which show what a push that follows leaves out."""
+        seed = source[RANDOM_SEED]
+        if not isinstance(staging, Staging):
+            raise RequestError("random weights are an update of all weights", field=RANDOM_SEED)
+        if type(seed) is not int or not 0 <= seed <= INT32_MAX or len(source) > 1:
+            raise RequestError(f"{RANDOM_SEED} must be from 0 to {INT32_MAX}, and stand alone", field=RANDOM_SEED)
+        staging.draw(seed)
 
     def _read_directory(self, staging: Staging, source: dict[str, Any]) -> str:
         [(field, name), *others] = source.items()
