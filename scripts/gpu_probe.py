@@ -198,7 +198,7 @@ def attention_inputs(shapes: Shapes, rows: int, keys: int, queries: int) -> tupl
 
 
 def large_tiles_are_equal(shapes: Shapes) -> Answer:
-    inputs, attend = attention_inputs(shapes, 1, shapes.prompt, shapes.prompt), attention.paged_attention
+    inputs, attend = attention_inputs(shapes, 1, shapes.prompt, shapes.prompt), attention.attend_rows
     large, large_time = attend(*inputs), seconds(lambda: attend(*inputs), 3)
     before = attention.PROMPT_TILE
     try:
@@ -238,7 +238,7 @@ def decode_speed(shapes: Shapes) -> Answer:
         for programs in (1, 2, 3):
             try:
                 entry["programs"] = programs
-                speeds.append(f"{size / seconds(lambda i=inputs: attention.paged_attention(*i), 5) / 1e9:.0f}")  # type: ignore[misc]
+                speeds.append(f"{size / seconds(lambda i=inputs: attention.attend_rows(*i), 5) / 1e9:.0f}")  # type: ignore[misc]
             finally:
                 entry["programs"] = before
         parts.append(f"{rows} x {keys}: {'/'.join(speeds)} GB/s")
