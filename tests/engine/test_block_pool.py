@@ -157,3 +157,34 @@ def test_check_finds_what_was_lost_or_misplaced(break_it: Callable[[Any], None],
     break_it(pool)
     with pytest.raises(CacheBroken, match=message):
         pool.check([[one]])
+
+
+def test_blocks_to_keep_go_last_in_their_own_order() -> None:
+    pool = BlockPool(4)
+    table = new(pool, 4)
+    for i, block in enumerate(table):
+        pool.cache_block(block, bytes([i]))
+    pool.keep(bytes([0]))  # in use
+    pool.release(table)
+    pool.keep(bytes([3]))  # cached
+    pool.check([])
+    assert counts(pool) == (0, 4, 0)
+    assert new(pool, 2) == [table[2], table[1]]
+    pool.keep_no_longer(bytes([3]))
+    pool.check([[table[2]], [table[1]]])
+    assert new(pool, 2) == [table[3], table[0]]
+
+
+def test_a_block_to_keep_is_found_and_released_like_others() -> None:
+    pool = BlockPool(3)
+    (block,) = new(pool, 1)
+    pool.keep(b"x")  # not there yet
+    pool.cache_block(block, b"x")
+    pool.release([block])
+    pool.ref(block)
+    assert pool.is_in_use(block)
+    pool.release([block])
+    pool.check([])
+    pool.clear()
+    pool.check([])
+    assert counts(pool) == (3, 0, 0) and pool.lookup(b"x") is None

@@ -96,6 +96,8 @@ def test_the_engines_statistics() -> None:
         snapshots=12,
         attention_keys=900,
         shared_attention_keys=700,
+        session_blocks=31,
+        session_hits=640,
     )
     actual = values(s)
     assert actual["tokserve:num_requests_running"] == 2 and actual["tokserve:num_requests_waiting"] == 3
@@ -108,6 +110,7 @@ def test_the_engines_statistics() -> None:
     assert actual["tokserve:recurrent_state_snapshots"] == 12 and actual["tokserve:recurrent_state_bytes"] == 0
     assert actual["tokserve:clients"] == 5 and actual["tokserve:num_requests_stalled"] == 13
     assert actual["tokserve:displaced_requests_total"] == 21
+    assert actual["tokserve:session_blocks"] == 31 and actual["tokserve:session_cache_hits_total"] == 640
     assert actual["tokserve:attention_keys_total"] == 900 and actual["tokserve:shared_attention_keys_total"] == 700
     assert actual['tokserve:num_requests_waiting_by_reason{reason="capacity"}'] == 2
     assert actual['tokserve:num_requests_waiting_by_reason{reason="deferred"}'] == 1

@@ -443,13 +443,15 @@ def test_sessions_are_counted() -> None:
     assert {name: float(value) for name, value in lines if "_bytes" not in name} == {
         'tokserve:sessions{engine="0"}': 1.0,
         'tokserve:session_files_stale{engine="0"}': 0.0,
+        'tokserve:session_blocks{engine="0"}': 0.0,
+        'tokserve:session_cache_hits_total{engine="0"}': 0.0,
         'tokserve:session_turns_total{engine="0",kind="continued"}': 3.0,
         'tokserve:session_turns_total{engine="0",kind="root"}': 2.0,
         'tokserve:session_turns_total{engine="0",kind="lost"}': 0.0,
         'tokserve:session_roots_total{engine="0",reason="it is the first turn of the session"}': 1.0,
         'tokserve:session_roots_total{engine="0",reason="message N differs"}': 1.0,
     }
-    assert "tokserve:session" not in site(endless).get("/metrics").text
+    assert "tokserve:sessions" not in site(endless).get("/metrics").text
 
 
 def test_a_server_that_is_made_later_has_the_sessions(tmp_path: Path) -> None:

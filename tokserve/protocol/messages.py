@@ -203,6 +203,8 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     then all these tokens; `preemptions_by_request`: of ended requests by how often they were preempted, likewise.
     `attention_keys`: positions whose keys a request's attention needed, in each layer; `shared_attention_keys`: those
     of them that were read for another request of the step anyway.
+    `session_blocks`: a gauge of the cached blocks that are kept for open sessions; `session_hits`: tokens of their
+    prompts that were in the cache.
     """
 
     running: int = 0
@@ -235,6 +237,8 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     preemptions_by_request: list[int] = []
     attention_keys: int = 0
     shared_attention_keys: int = 0
+    session_blocks: int = 0
+    session_hits: int = 0
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):

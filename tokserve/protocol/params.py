@@ -399,7 +399,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     come, never which.  `draft_group`: earlier outputs of requests with the same name are drafts as well; default:
     those of the same client with the same prompt.  `spec_decode_metrics`: what the reply says about its drafts; None is
     the server's default.  `data_parallel_rank`: the engine that serves it, of several; default: chosen by prefix and
-    load.  `kv_transfer_params`: what another server does with the request's KV, or has.
+    load.  `kv_transfer_params`: what another server does with the request's KV, or has.  `session`: what the engine
+    knows the session by that the request is a turn of, "" for none; no body has it.
     """
 
     stream: bool = False
@@ -415,6 +416,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     queue_timeout_ms: PositiveCount | None = None
     data_parallel_rank: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
     kv_transfer_params: KVTransferParams | None = None
+    session: str = ""
 
     @property
     def reports_drafts(self) -> bool:

@@ -265,7 +265,7 @@ def of_turn(generate: GenerateRequest, params: SamplingParams, turn: Conversatio
     """The request of a turn that a room follows: with the logprobs of its tokens, on the conversation's engine."""
     if params.logprobs is None and not params.logprob_token_ids:
         params = msgspec.structs.replace(params, logprobs=0)
-    options = generate.options
+    options = msgspec.structs.replace(generate.options, session=turn.cache_key)
     if options.data_parallel_rank is None and turn.rank is not None:
         options = msgspec.structs.replace(options, data_parallel_rank=turn.rank)
     return msgspec.structs.replace(generate, task=params, options=options)

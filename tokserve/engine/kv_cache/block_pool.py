@@ -1,7 +1,8 @@
 """The blocks of the KV cache as a pool: reference counts, the index of block hashes, and the order of eviction.
 
 A block is in use (at least one block table names it), cached (no table names it, but its hash finds it) or free.
-Allocation takes free blocks first, then cached ones, least recently released first.  A hash is an opaque key.
+Allocation takes free blocks first, then cached ones, least recently released first, and those to `keep` last.  A hash
+is an opaque key.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class BlockPool:
         self._blocks = [Block(id) for id in range(total)]
         self._free = list(range(total - 1, -1, -1))  # a stack
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self._kept: OrderedDict[int, None] = OrderedDict()  # cached ones that are taken last, likewise
+        self._keep: set[bytes] = set()
         self._index: dict[bytes, int] = {}
 
     @property
@@ -43,12 +46,12 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """Blocks that no table names and whose content can be found."""
-        return len(self._cached)
+        return len(self._cached) + len(self._kept)
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` could return."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self._cached) + len(self._kept)
 
     @property
     def num_in_use(self) -> int:
@@ -67,8 +70,32 @@ class BlockPool:
         """Name the block in one more table."""
         entry = self._blocks[block]
         if entry.refs == 0:
-            del self._cached[block]
+            del self._order(entry)[block]
         entry.refs += 1
+
+    def keep(self, block_hash: bytes) -> None:
+        """Take the block with this content only when there is no other, from now on."""
+        self._move(block_hash, kept=True)
+
+    def keep_no_longer(self, block_hash: bytes) -> None:
+        """Take the block with this content like others."""
+        self._move(block_hash, kept=False)
+
+    def _move(self, block_hash: bytes, *, kept: bool) -> None:
+        block = self._index.get(block_hash)
+        waits = block is not None and self._blocks[block].refs == 0
+        if block is not None and waits:
+            del self._order(self._blocks[block])[block]
+        if kept:
+            self._keep.add(block_hash)
+        else:
+            self._keep.discard(block_hash)
+        if block is not None and waits:
+            self._order(self._blocks[block])[block] = None
+
+    def _order(self, entry: Block) -> OrderedDict[int, None]:
+        """Where a block is listed that no table names and a hash finds."""
+        return self._kept if entry.hash in self._keep else self._cached
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks for one table, no longer found by their old content; None, and no change, if too few."""
@@ -80,7 +107,7 @@ class BlockPool:
         if self._free:
             block = self._free.pop()
         else:
-            block, _ = self._cached.popitem(last=False)
+            block, _ = (self._cached or self._kept).popitem(last=False)
             self._evict(self._blocks[block])
         self._blocks[block].refs = 1
         return block
@@ -101,7 +128,7 @@ class BlockPool:
             if entry.hash is None:
                 self._free.append(block)
             else:
-                self._cached[block] = None
+                self._order(entry)[block] = None
 
     def cache_block(self, block: int, block_hash: bytes) -> bool:
         """Index a block in use by its hash; False, and no effect, if another one is indexed under it already."""
@@ -113,12 +140,14 @@ class BlockPool:
         return True
 
     def clear(self) -> None:
-        """Empty the index; cached blocks become free."""
+        """Empty the index; cached blocks become free, and none is to be kept."""
         for block in self._index.values():
             self._blocks[block].hash = None
         self._index.clear()
-        self._free.extend(self._cached)
-        self._cached.clear()
+        for order in (self._cached, self._kept):
+            self._free.extend(order)
+            order.clear()
+        self._keep.clear()
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Raise `CacheBroken` unless counts, references and the index agree with each other and with `tables`."""
@@ -136,11 +165,13 @@ class BlockPool:
                 raise CacheBroken(f"block {block.id} counts {block.refs} references, tables have {refs[block.id]}")
             if (block.id in free) != (block.refs == 0 and block.hash is None):
                 raise CacheBroken(f"block {block.id} is wrongly listed as free, or not listed")
-            if (block.id in self._cached) != (block.refs == 0 and block.hash is not None):
+            is_cached = block.refs == 0 and block.hash is not None
+            listed = [order for order in (self._cached, self._kept) if block.id in order]
+            if listed != ([self._order(block)] if is_cached else []):
                 raise CacheBroken(f"block {block.id} is wrongly listed as cached, or not listed")
             if block.hash is not None and self._index.get(block.hash) != block.id:
                 raise CacheBroken(f"block {block.id} is not indexed under its hash")
         if indexed != len(self._index):
             raise CacheBroken("the index names a block with other content")
-        if len(self._free) + len(self._cached) + in_use != self.total:
-            raise CacheBroken(f"free {len(self._free)} + cached {len(self._cached)} + in use {in_use} != {self.total}")
+        if len(self._free) + self.num_cached + in_use != self.total:
+            raise CacheBroken(f"free {len(self._free)} + cached {self.num_cached} + in use {in_use} != {self.total}")

@@ -41,10 +41,12 @@ class ChatConversation:
 
 class ConversationTurn(Protocol):
     """One request of a conversation that is followed.  `prompt`: the ids to answer; None: the conversation is to be
-    rendered.  `rank`: the engine to use among several; None: any.  The logprobs of sampled tokens must be requested."""
+    rendered.  `rank`: the engine to use among several; None: any.  `cache_key`: `RequestOptions.session`.  The logprobs
+    of sampled tokens must be requested."""
 
     prompt: TokenPrompt | None
     rank: int | None
+    cache_key: str
 
     async def rendered(self, request: Request, prompt: TokenPrompt) -> None:
         """The prompt is this one, as `prompt` was None."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -76,3 +77,8 @@ def owner_of(request: Request) -> str:
     """Whose sessions the request may use: those of its API key."""
     accepted: bytes | None = request.scope.get(ACCEPTED)
     return NO_OWNER if accepted is None else accepted.hex()
+
+
+def cache_key(owner: str, session_id: str) -> str:
+    """What the engine knows a session by."""
+    return hashlib.blake2b(f"{owner}\0{session_id}".encode(), digest_size=16).hexdigest()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any, get_args
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.base.errors import invalid
+from tokserve.base.errors import EngineDead, invalid
 from tokserve.features.sessions import replies
-from tokserve.features.sessions.access import owner_of, sessions_of
+from tokserve.features.sessions.access import cache_key, owner_of, sessions_of
 from tokserve.features.sessions.calls import (
     AddMetadata,
     CloseSession,
@@ -132,7 +133,11 @@ async def session(serving: Serving, request: Request) -> Response:
 
 async def close(serving: Serving, request: Request) -> Response:
     """POST /sessions/{id}/close: no request is expected any more, so a trainer may take the session"""
-    return body.reply(request, await sessions_of(serving).call(CloseSession(owner_of(request), _id(request))))
+    owner, session_id = owner_of(request), _id(request)
+    summary = await sessions_of(serving).call(CloseSession(owner, session_id))
+    with suppress(EngineDead):  # then nothing is cached
+        await serving.llm.call("release_session", session=cache_key(owner, session_id))
+    return body.reply(request, summary)
 
 
 async def add_metadata(serving: Serving, request: Request) -> Response:

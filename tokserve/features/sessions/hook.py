@@ -22,7 +22,7 @@ from tokserve.features.chat.text_context import TextContext
 from tokserve.features.images.parts import UnreadImage
 from tokserve.features.masks.columns import NAME as MASKS
 from tokserve.features.sessions import planning
-from tokserve.features.sessions.access import Sessions, owner_of, sessions_of
+from tokserve.features.sessions.access import Sessions, cache_key, owner_of, sessions_of
 from tokserve.features.sessions.calls import AddTurn, BeginRequest, EndRequest, FindTurn, reason_kind
 from tokserve.features.sessions.canonical import PromptContext, chain, content_text, digest
 from tokserve.features.sessions.options import AGENT_HEADERS, SessionOptions
@@ -132,6 +132,7 @@ class RunningTurn:
     ) -> None:
         self.prompt: TokenPrompt | None = None
         self.rank: int | None = None
+        self.cache_key = cache_key(owner, session_id)
         self.because: str | None = None
         self._sessions = sessions
         self._owner, self._session_id = owner, session_id

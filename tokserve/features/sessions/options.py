@@ -52,6 +52,15 @@ class SessionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     session_ttl: Annotated[
         float, about("Seconds without a request after which a session is dropped.", gt=0, le=FOR_EVER)
     ] = 86_400.0
+    session_cache_share: Annotated[
+        float,
+        about(
+            "Part of the KV cache in which blocks of open sessions are kept before those of other requests; the "
+            "sessions used last have it.",
+            ge=0,
+            le=1,
+        ),
+    ] = 0.5
     session_dir: Annotated[
         str | None,
         about(

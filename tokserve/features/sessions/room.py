@@ -30,6 +30,7 @@ ROOM = Room(
         "/sessions/{id}/v1/models",
         "/sessions/{id}/tokenize",
     ),
+    engine="tokserve.features.sessions.kept_blocks:make",
     observers="tokserve.features.sessions.metrics:SessionMeasures",
     text_start="tokserve.features.sessions.access:start",
     shared="tokserve.features.sessions.host:make_host",

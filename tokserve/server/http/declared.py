@@ -14,8 +14,9 @@ from pydantic import BaseModel, create_model
 
 from tokserve.protocol.params import Field, RequestOptions, SamplingParams, declared
 
-# a body names the adapter by `model`; what is in kv_transfer_params is checked by itself
-OPTIONS = tuple(field for field in declared(RequestOptions) if field.name not in ("adapter", "kv_transfer_params"))
+# a body names the adapter by `model`; what is in kv_transfer_params is checked by itself; rooms set the session
+NOT_IN_BODIES = ("adapter", "kv_transfer_params", "session")
+OPTIONS = tuple(field for field in declared(RequestOptions) if field.name not in NOT_IN_BODIES)
 _JSON_SCHEMA = {
     "ge": "minimum",
     "gt": "exclusiveMinimum",
