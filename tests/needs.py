@@ -117,6 +117,7 @@ TRITON = Need(
     (
         "ops/test_compile_ahead.py",
         "ops/test_launch.py",
+        "ops/test_shared_keys.py",
         "ops/test_targets.py",
         "ops/test_triton.py",
         "ops/test_tuning.py",

@@ -246,6 +246,8 @@ ALLOWED = {  # files that may name float8 or int8
     "families/hf/load.py": "the cache's dtype",
     "rl/deltas.py": "the names of safetensors' dtypes",
     "families/latent/layers.py": "the cache's dtype",
+    "features/kv/kv_copies.py": "the cache's dtype",
+    "features/speculation/draft_model.py": "the option",
     "features/speculation/quantized_copy.py": "the option",
     "runner/startup.py": "the option",
 }

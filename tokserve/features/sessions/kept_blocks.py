@@ -1,6 +1,7 @@
 """The blocks of open sessions in the KV cache: what their next turns begin with, kept before the blocks of others.
 
-They are of no table, so a request that needs a block still gets it: only the order changes in which cached blocks are taken.
+They are of no table, so a request that needs a block still gets it: only the order in which cached blocks are taken
+changes.
 """
 
 from __future__ import annotations
