@@ -31,7 +31,7 @@ class BlockCopies(RunnerFeature):
         source_index, target_index = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
         for tensors in self._backend.kv:
             for blocks in tensors:
-                content = blocks.view(torch.uint8)  # indexing knows no float8 on some devices
+                content = blocks.view(torch.uint8)  # some dtypes cannot be indexed on some devices
                 content.index_copy_(0, target_index, content.index_select(0, source_index))
         if self._backend.routed is not None:
             self._backend.routed.copy_blocks(sources, targets)
