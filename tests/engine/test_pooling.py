@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.engine.harness import Engine
 from tests.engine.test_control import ask, update
+from tests.engine.test_request import emitted
+from tests.engine.test_request import make as make_request
+from tokserve.base.errors import RequestError
 from tokserve.protocol.params import PoolingParams
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
@@ -141,3 +145,15 @@ def test_it_ends_early_like_any_request(depth: int, ending: str) -> None:
     assert received.finish.detail == {"abort": "abort_user", "deadline": "deadline", "stall": "pooled"}[ending]
     assert bool(received.pooled) == (ending == "stall")
     engine.check_empty()
+
+
+def test_a_pooling_request_may_fill_the_context() -> None:
+    request = make_request([10] * 32, task=PoolingParams())
+    assert request.prompt_only and request.limit == request.prompt_len == 32 and request.stop_ids == ()
+    with pytest.raises(RequestError, match="prompt of 33 tokens does not fit"):
+        make_request([10] * 33, task=PoolingParams())
+    request.output.collect("pooled", 0, 32, np.array([0.5, -1.0], np.float32))
+    request.on_prompt_computed(101.0)
+    output = emitted(request)
+    assert np.frombuffer(output.pooled, "<f4").tolist() == [0.5, -1.0] and not output.token_ids
+    assert output.finish is not None and (output.finish.reason, output.finish.detail) == ("stop", "pooled")

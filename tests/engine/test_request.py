@@ -331,18 +331,6 @@ def test_a_run_of_tokens_is_cut_at_max_tokens() -> None:
     assert request.finish is not None and request.finish.detail == "max_tokens" and request.num_output == 2
 
 
-def test_a_pooling_request_may_fill_the_context() -> None:
-    request = make([10] * 32, task=PoolingParams())
-    assert request.prompt_only and request.limit == request.prompt_len == 32 and request.stop_ids == ()
-    with pytest.raises(RequestError, match="prompt of 33 tokens does not fit"):
-        make([10] * 33, task=PoolingParams())
-    request.output.collect("pooled", 0, 32, np.array([0.5, -1.0], np.float32))
-    request.on_prompt_computed(101.0)
-    output = emitted(request)
-    assert np.frombuffer(output.pooled, "<f4").tolist() == [0.5, -1.0] and not output.token_ids
-    assert output.finish is not None and (output.finish.reason, output.finish.detail) == ("stop", "pooled")
-
-
 @pytest.mark.parametrize(("pooling", "reusable"), [("last", 7), ("mean", 0)])
 def test_what_pooling_may_take_from_the_cache(pooling: Any, reusable: int) -> None:
     assert make([10] * 8, task=PoolingParams(pooling)).reusable == reusable

@@ -14,6 +14,15 @@ CUSTOMIZE = """
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "Redirecting" not in type(finder).__name__]
 """
+# A plugin for pytest: its tests are of the copy.
+CHECK = """
+from pathlib import Path
+
+def pytest_sessionstart(session):
+    import tokserve
+    home = Path(__file__).parent
+    assert Path(tokserve.__file__).is_relative_to(home), f"{tokserve.__file__} is not below {home}"
+"""
 
 
 def partial_package(place: Path, *absent: str) -> dict[str, str]:
@@ -25,6 +34,7 @@ def partial_package(place: Path, *absent: str) -> dict[str, str]:
         if not link.exists():
             link.symlink_to(extension)
     (place / "sitecustomize.py").write_text(CUSTOMIZE)
+    (place / "check_package.py").write_text(CHECK)
     return {**os.environ, "PYTHONPATH": str(place), "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 

@@ -126,9 +126,8 @@ class Inputs:
         if self._pools:
             raise RequestError(POOLS, field="model", code="unsupported")
         if params.structured_outputs is not None:
-            params = msgspec.structs.replace(params, structured_outputs=self._forms.apply(params.structured_outputs))
-        if params.structured_outputs is not None:
             require_room("grammar", "structured_outputs")
+            params = self._forms.complete(params)
         if params.return_sampling_mask:
             require_room("masks", "return_sampling_mask")
         _check_extra(params)

@@ -28,7 +28,6 @@ from tokserve.features.chat.parsing import Parser
 from tokserve.features.chat.text_context import TextContext
 from tokserve.features.chat.thinking_budget import with_markers
 from tokserve.features.chat.token_segments import SegmentReader
-from tokserve.features.grammar import structured
 from tokserve.protocol.params import SamplingParams
 from tokserve.server import compat
 from tokserve.server.http import body, declared, errors
@@ -394,7 +393,7 @@ def _task(
     computed |= {"return_sampling_mask": form.has_masks, "return_entropy": entropy}
     computed["routed_experts_prompt_start"] = form.routed_start or 0
     params = sampling.translate(sent, **computed)
-    return structured.with_default(params, serving.form_defaults)
+    return serving.form_defaults.complete(params)
 
 
 def _names(serving: Serving, sent: SglangGenerateBody) -> Any:

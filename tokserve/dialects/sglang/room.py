@@ -10,7 +10,6 @@ ROOM = Room(
         "families.mixtures",
         "features.chat",
         "features.entropy",
-        "features.grammar",
         "features.label_scores",
         "features.masks",
         "features.observe",

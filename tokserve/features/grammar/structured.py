@@ -12,7 +12,7 @@ import msgspec
 
 from tokserve.base.errors import LONGEST_SHOWN, RequestError, invalid
 from tokserve.client.form_defaults import FormDefaults
-from tokserve.protocol.params import SamplingParams, StructuredOutputs
+from tokserve.protocol.params import StructuredOutputs
 from tokserve.server.compat import IGNORED_OPTIONS, OTHER_NAMES
 from tokserve.server.http import body, errors
 
@@ -71,13 +71,6 @@ def read_parameter(name: str, value: Any, prefix: str) -> Any:
     if name == "structured_outputs" and isinstance(value, dict):
         return drop_ignored_fields(value, f"{prefix}{name}")
     return value
-
-
-def with_default(params: SamplingParams, defaults: FormDefaults) -> SamplingParams:
-    """The parameters with what their structured outputs do not say."""
-    if params.structured_outputs is None:
-        return params
-    return msgspec.structs.replace(params, structured_outputs=defaults.apply(params.structured_outputs))
 
 
 def requested_format(

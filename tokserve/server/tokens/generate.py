@@ -305,10 +305,7 @@ async def respond(serving: Serving, request: Request, routed_experts_format: Rou
         default = routed_experts_format if params.routed_experts_format == "npy" else None
         if form := body.routed_experts_format or default:
             params = msgspec.structs.replace(params, routed_experts_format=form)
-        if params.structured_outputs is not None:
-            outputs = serving.form_defaults.apply(params.structured_outputs)
-            params = msgspec.structs.replace(params, structured_outputs=outputs)
-        return body, params
+        return body, serving.form_defaults.complete(params)
 
     body, params = await off_loop(request, len(raw), decode)
     free_at_end(request, len(raw), body.token_ids)
