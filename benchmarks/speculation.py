@@ -58,7 +58,12 @@ def salted(request: EngineRequest, salt: str) -> EngineRequest:
 
 def counts(stats: StepStats) -> list[int]:
     """Steps, steps with drafts, drafts, and those accepted."""
-    return [stats.steps, stats.draft_steps, stats.draft_tokens, sum(stats.accepted_by_position)]
+    return [
+        stats.steps,
+        stats.rooms["draft_steps"],
+        stats.rooms["draft_tokens"],
+        sum(stats.rooms["accepted_by_position"]),
+    ]
 
 
 class Bench:

@@ -430,7 +430,8 @@ def test_an_engine_that_cannot_start_ends_the_others(monkeypatch: pytest.MonkeyP
 
 
 def test_counts_are_sums() -> None:
-    one = StepStats(running=1, tokens_by_age=[1, 2], drafts_by_source={"a": (1, 1), "b": (2, 0)})
-    two = StepStats(running=2, tokens_by_age=[1], drafts_by_source={"a": (3, 2)})
-    assert total([one, two]) == StepStats(running=3, tokens_by_age=[2, 2], drafts_by_source={"a": (4, 3), "b": (2, 0)})
+    one = StepStats(running=1, tokens_by_age=[1, 2], rooms={"drafts": {"a": [1, 1], "b": [2, 0]}, "clients": 3})
+    two = StepStats(running=2, tokens_by_age=[1], rooms={"drafts": {"a": [3, 2]}, "store": {"saved": 4}})
+    rooms = {"drafts": {"a": [4, 3], "b": [2, 0]}, "clients": 3, "store": {"saved": 4}}
+    assert total([one, two]) == StepStats(running=3, tokens_by_age=[2, 2], rooms=rooms)
     assert total([StepStats(), StepStats()]) == StepStats()

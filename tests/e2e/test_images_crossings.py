@@ -48,8 +48,8 @@ def test_drafts_change_nothing(llm: LLM) -> None:
     """The first run has no history to draft from, the second has its own outputs."""
     prompts = [prompt(0), prompt(1)]
     first = outcome(llm, *prompts)
-    drafted = llm.stats.draft_tokens
-    assert outcome(llm, *prompts) == first and llm.stats.draft_tokens > drafted
+    drafted = llm.stats.rooms["draft_tokens"]
+    assert outcome(llm, *prompts) == first and llm.stats.rooms["draft_tokens"] > drafted
     wrong = prompt(0) | {"draft_token_ids": first[1][0]}
     assert outcome(llm, wrong) == first[:1]
 

@@ -225,6 +225,11 @@ class Engine:
     def stats(self) -> StepStats:
         return self.core.scheduler.stats()
 
+    def stored(self, name: str) -> float:
+        """A statistic of the KV store."""
+        number: float = self.stats.rooms["kv_store"][name]
+        return number
+
     def solo(self, rid: str) -> Solo:
         """The result of the request alone, with the weights that its spans name, or else the first."""
         request = self.requests[rid]

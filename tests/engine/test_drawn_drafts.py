@@ -40,10 +40,10 @@ def test_the_device_draws_and_the_result_is_the_same(depth: int) -> None:
         engine.check_complete(f"r{index}")
     engine.check_empty()
     assert any(DRAWN in plan.draft_token_ids for plan in engine.executor.plans)
-    sources = engine.stats.drafts_by_source
+    sources = engine.stats.rooms["drafts_by_source"]
     assert sources["draft_model"][0] > sources["draft_model"][1] > 8
-    assert sum(accepted for _, accepted in sources.values()) == sum(engine.stats.accepted_by_position)
-    assert sum(drafts for drafts, _ in sources.values()) == engine.stats.draft_tokens
+    assert sum(accepted for _, accepted in sources.values()) == sum(engine.stats.rooms["accepted_by_position"])
+    assert sum(drafts for drafts, _ in sources.values()) == engine.stats.rooms["draft_tokens"]
 
 
 def test_the_first_token_is_not_drawn_for() -> None:
@@ -74,7 +74,7 @@ def test_masks_follow_the_drawn_drafts(depth: int) -> None:
     engine = drawing(depth=depth)
     assert run(engine) == run(Engine(depth=depth))
     if depth == 1:  # else a token is always in flight, and masks are made of known ones
-        assert engine.stats.drafts_by_source["draft_model"][0] > 10
+        assert engine.stats.rooms["drafts_by_source"]["draft_model"][0] > 10
 
 
 def test_rows_that_are_behind_are_not_counted() -> None:
@@ -83,7 +83,7 @@ def test_rows_that_are_behind_are_not_counted() -> None:
     engine.add("a", PROMPT, seed=1, **RUN)
     engine.run()
     engine.check_complete("a")
-    assert engine.stats.drafts_by_source.get("draft_model") is None
+    assert engine.stats.rooms["drafts_by_source"].get("draft_model") is None
     assert any(DRAWN in plan.draft_token_ids for plan in engine.executor.plans)
 
 

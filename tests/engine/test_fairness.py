@@ -123,7 +123,7 @@ def test_a_second_client_gets_its_half_at_once(depth: int) -> None:
     modest = fill(engine, "b", 6)
     engine.steps(4)
     assert (slots(engine, "a"), slots(engine, "b")) == (4, 4)
-    assert engine.stats.displaced == 4 and engine.stats.clients == 2
+    assert engine.stats.displaced == 4 and engine.stats.rooms["clients"] == 2
     engine.run()
     for rid in greedy + modest:
         engine.check_complete(rid)

@@ -32,7 +32,7 @@ def test_a_session_finds_its_blocks_after_strangers_have_used_all_others() -> No
     for number in range(1, 9):
         ask(e, f"other{number}", prompt_of(number))
     assert ask(e, "next", [*prompt_of(0), 15, 14], "s") == 16
-    assert e.stats.session_blocks == 4 and e.stats.session_hits == 16
+    assert e.stats.rooms["session_blocks"] == 4 and e.stats.rooms["session_hits"] == 16
 
 
 def test_without_a_share_or_a_session_they_are_gone() -> None:
@@ -48,7 +48,7 @@ def test_the_sessions_used_last_have_the_share() -> None:
     e = engine(share=0.5)  # eight blocks: two sessions
     for number in range(3):
         ask(e, f"turn{number}", prompt_of(number), f"s{number}")
-    assert e.stats.session_blocks == 8
+    assert e.stats.rooms["session_blocks"] == 8
     for number in range(10, 18):
         ask(e, f"other{number}", prompt_of(number))
     assert [ask(e, f"next{n}", [*prompt_of(n), 15], f"s{n}") for n in (2, 1, 0)] == [16, 16, 0]
@@ -60,7 +60,7 @@ def test_a_session_that_is_closed_keeps_nothing() -> None:
     e.call("release_session", session="s")
     e.call("release_session", session="unknown")
     e.run()
-    assert e.stats.session_blocks == 0
+    assert e.stats.rooms["session_blocks"] == 0
     for number in range(1, 9):
         ask(e, f"other{number}", prompt_of(number))
     assert ask(e, "next", [*prompt_of(0), 15], "s") == 0
@@ -77,7 +77,7 @@ def test_a_reset_of_the_cache_forgets_sessions() -> None:
     ask(e, "turn", prompt_of(0), "s")
     e.call("reset_prefix_cache")
     e.run()
-    assert e.stats.session_blocks == 0 and ask(e, "next", [*prompt_of(0), 15], "s") == 0
+    assert e.stats.rooms["session_blocks"] == 0 and ask(e, "next", [*prompt_of(0), 15], "s") == 0
 
 
 def test_the_books_are_right_after_random_turns() -> None:

@@ -51,10 +51,10 @@ def test_blocks_come_back_from_memory_and_are_counted() -> None:
     assert cached(e, "a") == 0
     flush(e)
     assert cached(e, "b") == 8
-    store = e.stats.store
-    assert (store.saved, store.written, store.loaded, store.read) == (2, 2, 2, 0)
-    assert (store.hits, store.memory_blocks, store.file_blocks) == (8, 2, 2)
-    assert cached(e, "c") == 8 and e.stats.store.loaded == 2  # from the KV cache
+    store = e.stats.rooms["kv_store"]
+    assert [store[name] for name in ("saved", "written", "loaded", "read")] == [2, 2, 2, 0]
+    assert [store[name] for name in ("hits", "memory_blocks", "file_blocks")] == [8, 2, 2]
+    assert cached(e, "c") == 8 and e.stored("loaded") == 2  # from the KV cache
     e.check_empty()
 
 
@@ -69,7 +69,7 @@ def test_blocks_come_back_from_files_after_a_restart() -> None:
     second.step()
     second.step()
     assert cached(second, "b") == 8
-    assert (second.stats.store.read, second.stats.store.loaded) == (2, 2)
+    assert (second.stored("read"), second.stored("loaded")) == (2, 2)
 
 
 @pytest.mark.parametrize("fields", [{"cache_salt": "s"}, {"prompt": [5, 6, 7, 8, 9, 10, 11, 4, 13]}])
@@ -129,10 +129,10 @@ def test_nothing_is_kept_while_the_identity_is_unknown() -> None:
     e.call("collective_rpc", method="f", call_id=4)
     run(e)
     assert cached(e, "a") == 0
-    assert e.stats.store.saved == 0  # the worker call may have changed the weights, and cached KV is of the old ones
+    assert e.stored("saved") == 0  # the worker call may have changed the weights, and cached KV is of the old ones
     flush(e)
     run(e)
-    assert cached(e, "b") == 0 and e.stats.store.saved == 2
+    assert cached(e, "b") == 0 and e.stored("saved") == 2
 
 
 def test_a_reset_of_everything_empties_the_store() -> None:
@@ -140,7 +140,7 @@ def test_a_reset_of_everything_empties_the_store() -> None:
     cached(e, "a")
     e.call("reset_prefix_cache", reset_external=True, call_id=2)
     assert cached(e, "b") == 0 and not e.executor.copies.calls.count("read_files")
-    assert e.stats.store.memory_blocks == 2
+    assert e.stored("memory_blocks") == 2
 
 
 def test_files_that_are_being_written_at_a_reset_of_everything_are_not_there_afterwards() -> None:
@@ -154,11 +154,11 @@ def test_files_that_are_being_written_at_a_reset_of_everything_are_not_there_aft
     e.call("reset_prefix_cache", reset_external=True, call_id=2)
     copies.advance("write")
     run(e)
-    assert e.stats.store.file_blocks == 0
+    assert e.stored("file_blocks") == 0
     copies.instant = True
     copies.advance("write")
     assert cached(e, "b") == 0
-    assert e.stats.store.file_blocks == len(copies.files) == 2, "they are written again"
+    assert e.stored("file_blocks") == len(copies.files) == 2, "they are written again"
 
 
 def test_events_tell_where_blocks_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_a_damaged_file_is_computed_again_and_counted() -> None:
     copies.broken.add(second)
     flush(e)
     assert cached(e, "b") == 4
-    assert e.stats.store.damaged == 1 and len(copies.files) == 2  # it was written again
+    assert e.stored("damaged") == 1 and len(copies.files) == 2  # it was written again
 
 
 def test_a_full_disk_costs_only_hits() -> None:
@@ -216,7 +216,7 @@ def test_a_full_disk_costs_only_hits() -> None:
     cached(e, "a")
     flush(e)
     assert cached(e, "b") == 8  # from memory
-    assert (e.stats.store.failed_writes, e.stats.store.written) == (2, 0)
+    assert (e.stored("failed_writes"), e.stored("written")) == (2, 0)
 
 
 def test_a_disk_that_hangs_is_given_up_and_left_alone() -> None:
@@ -238,7 +238,7 @@ def test_a_disk_that_hangs_is_given_up_and_left_alone() -> None:
     flush(e)
     store._slots.clear()
     cached(e, "c")  # the thread that reads is busy still
-    assert e.stats.store.given_up == 1
+    assert e.stored("given_up") == 1
     e.executor.copies.advance("read")
     run(e)
     e.check_empty()

@@ -51,7 +51,7 @@ def test_a_prefix_is_reused_up_to_its_last_snapshot() -> None:
     engine = Engine(snapshots=8, interval=16)  # blocks of 4
     engine.add("a", PROMPT[:30], max_tokens=1)
     engine.run()
-    assert engine.stats.snapshots == 2  # after 16 tokens and after 28
+    assert engine.stats.rooms["snapshots"] == 2  # after 16 tokens and after 28
     for rid, prompt, cached in (
         ("same", PROMPT[:30], 28),
         ("longer", [*PROMPT[:30], 1, 2, 3], 28),
@@ -101,7 +101,7 @@ def test_a_reset_forgets_them() -> None:
     engine.steps(2)
     engine.call("reset_prefix_cache")
     engine.run()
-    assert engine.stats.snapshots == 0
+    assert engine.stats.rooms["snapshots"] == 0
     engine.add("b", PROMPT[:22], max_tokens=1)
     engine.run()
     assert engine.received["b"].cached == 0

@@ -26,13 +26,13 @@ def drafting(**options: Any) -> tuple[Engine, TextDrafter]:
 
 def accepted(engine: Engine, rid: str, **fields: Any) -> int:
     """The number of drafts accepted for one request, whose output is that of the request alone."""
-    before = sum(engine.stats.accepted_by_position)
+    before = sum(engine.stats.rooms["accepted_by_position"])
     client = fields.pop("client", "")
     engine.add(rid, PROMPT, client=client, **(RUN | {"seed": 5} | fields))
     engine.run()
     engine.check_complete(rid)
     engine.check_empty()
-    return sum(engine.stats.accepted_by_position) - before
+    return sum(engine.stats.rooms["accepted_by_position"]) - before
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -99,13 +99,13 @@ def test_blocks_come_over_the_socket_and_the_lease_ends(tmp_path: Path) -> None:
         params = prefill(first)
         assert params.num_blocks == 4 and params.remote_num_tokens == 16
         first.run()
-        assert first.stats.store.leased == first.stats.blocks_held == 4
+        assert first.stored("leased") == first.stats.blocks_held == 4
         decode(second, params)
         run(first, second, until=has_ended(second))
         second.check_complete("b#0")
-        assert second.received["b#0"].cached == 16 and second.stats.store.received == 4
-        run(first, until=lambda: first.stats.store.leased == 0)
-        assert first.stats.store.sent == 4
+        assert second.received["b#0"].cached == 16 and second.stored("received") == 4
+        run(first, until=lambda: first.stored("leased") == 0)
+        assert first.stored("sent") == 4
         for engine in (first, second):
             engine.check_empty()
 
@@ -129,8 +129,8 @@ def test_blocks_that_are_here_already_are_not_fetched(tmp_path: Path) -> None:
         decode(second, prefill(first))
         run(first, second, until=has_ended(second))
         second.check_complete("b#0")
-        run(first, second, until=lambda: first.stats.store.leased == 0)
-        assert first.stats.store.sent == second.stats.store.received == 0
+        run(first, second, until=lambda: first.stored("leased") == 0)
+        assert first.stored("sent") == second.stored("received") == 0
         first.check_empty()
 
 
@@ -142,7 +142,7 @@ def test_blocks_come_as_files(tmp_path: Path) -> None:
         decode(second, params)
         run(second, until=has_ended(second))
         second.check_complete("b#0")
-        assert second.received["b#0"].cached == 16 and second.stats.store.read == 4
+        assert second.received["b#0"].cached == 16 and second.stored("read") == 4
         second.check_empty()
 
 
@@ -167,11 +167,11 @@ def test_a_lease_that_has_ended(tmp_path: Path, policy: str) -> None:
         params = prefill(first)
         first.clock.now += LEASE + 1
         first.run()
-        assert first.stats.store.leased == 0
+        assert first.stored("leased") == 0
         first.check_empty()
         decode(second, params)
         run(first, second, until=has_ended(second))
-        assert second.stats.store.failed_transfers == 1 and second.received["b#0"].cached == 0
+        assert second.stored("failed_transfers") == 1 and second.received["b#0"].cached == 0
         if policy == "fail":
             assert "the lease has ended" in error(second)
         else:
@@ -206,8 +206,8 @@ def test_a_request_that_is_given_up_gives_up_the_lease(tmp_path: Path) -> None:
         decode(second, params)
         second.steps(2)
         second.abort("b")
-        run(first, until=lambda: first.stats.store.leased == 0)
-        assert first.stats.store.sent == 0
+        run(first, until=lambda: first.stored("leased") == 0)
+        assert first.stored("sent") == 0
         first.check_empty()
         second.run()
         second.check_empty()
@@ -229,16 +229,16 @@ def test_pulls_that_take_long_hold_up_no_notification(tmp_path: Path, monkeypatc
             second.steps(2)
             assert began.acquire(timeout=30)
         params = prefill(first)
-        leased = first.stats.store.leased
+        leased = first.stored("leased")
         for number in range(second.config.scheduler.rows):
             second.add(f"long{number}", [3, number], max_tokens=50, ignore_eos=True)
         second.steps(3)
         decode(second, params)
         second.steps(2)
         second.abort("b")
-        run(first, until=lambda: first.stats.store.leased == leased - 4)
+        run(first, until=lambda: first.stored("leased") == leased - 4)
         go_on.set()
-        run(first, second, until=lambda: first.stats.store.leased == 0)
+        run(first, second, until=lambda: first.stored("leased") == 0)
         second.run()
 
 
@@ -252,8 +252,8 @@ def test_a_request_whose_grammar_is_refused_gives_up_the_lease(tmp_path: Path, m
         grammar.set_exception(RequestError("it cannot be compiled"))
         second.run()
         assert second.submit_replies == [SubmitReply(7, "invalid", "it cannot be compiled")]
-        run(first, until=lambda: first.stats.store.leased == 0)
-        assert first.stats.store.sent == 0
+        run(first, until=lambda: first.stored("leased") == 0)
+        assert first.stored("sent") == 0
         second.check_empty()
 
 

@@ -85,7 +85,7 @@ def test_snapshots_drafts_depth_and_preemption_change_no_bit(family: str, tmp_pa
         engine = engine_of(tmp_path / f"v{number}", family, Guesses(tokens, number), **options)
         assert run(engine, turns=2) == known
         hits += engine.stats.prefix_hits
-        drafted += sum(engine.stats.accepted_by_position)
+        drafted += sum(engine.stats.rooms["accepted_by_position"])
     assert hits > 1000 and drafted > 100
 
 

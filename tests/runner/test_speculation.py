@@ -134,7 +134,7 @@ def crossed(directory: Path, seed: int, count: int, model: dict[str, Any] | None
     expected, _ = serve(RealEngine(directory, **eos), requests, none, random.Random(1))
     drafts = [drafts_for(expected[f"r{i}"][0], rng) for i in range(count)]
     plain, stats = serve(RealEngine(directory, **eos, **options), requests, none, random.Random(2))
-    assert plain == expected and stats.draft_steps == 0
+    assert plain == expected and "draft_steps" not in stats.rooms
     method = rng.choice(["suffix", "suffix", "ngram", "prediction"])
     outputs, stats = serve(
         RealEngine(directory, spec_method=method, spec_tokens=rng.choice([None, 1, 5]), **eos, **options),
@@ -143,8 +143,8 @@ def crossed(directory: Path, seed: int, count: int, model: dict[str, Any] | None
         random.Random(3),
     )
     assert outputs == expected
-    assert stats.draft_tokens > count // 5 and sum(stats.accepted_by_position) > count // 20
-    assert sum(stats.accepted_by_position) <= stats.draft_tokens
+    assert stats.rooms["draft_tokens"] > count // 5 and sum(stats.rooms["accepted_by_position"]) > count // 20
+    assert sum(stats.rooms["accepted_by_position"]) <= stats.rooms["draft_tokens"]
 
 
 CROSSINGS: list[dict[str, Any]] = [

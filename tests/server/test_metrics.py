@@ -9,7 +9,7 @@ import pytest
 
 from tests.server.scripted_llm import TOKEN_SECONDS, WAIT_SECONDS, says
 from tests.server.site import Site, site
-from tokserve.client.outputs import EngineReport, Status, StepStats, StoreStats
+from tokserve.client.outputs import EngineReport, Status, StepStats
 from tokserve.features.observe.metrics import SAMPLED
 from tokserve.features.observe.observers import metrics_of
 from tokserve.server.compat import VLLM_METRICS
@@ -87,17 +87,19 @@ def test_the_engines_statistics() -> None:
         200,
         1,
         deferred=1,
-        grammar_bytes=77,
-        grammars_compiling=6,
-        grammar_refusals=9,
-        clients=5,
         stalled=13,
         displaced=21,
-        snapshots=12,
-        attention_keys=900,
-        shared_attention_keys=700,
-        session_blocks=31,
-        session_hits=640,
+        rooms={
+            "grammar_bytes": 77,
+            "grammars_compiling": 6,
+            "grammar_refusals": 9,
+            "clients": 5,
+            "snapshots": 12,
+            "attention_keys": 900,
+            "shared_attention_keys": 700,
+            "session_blocks": 31,
+            "session_hits": 640,
+        },
     )
     actual = values(s)
     assert actual["tokserve:num_requests_running"] == 2 and actual["tokserve:num_requests_waiting"] == 3
@@ -118,16 +120,16 @@ def test_the_engines_statistics() -> None:
 
 def test_each_engine_has_its_own_samples_and_the_front_end_sums() -> None:
     s = site()
-    s.llm.stats = StepStats(running=2, blocks_held=16, blocks_total=64, output_tokens=50, accepted_by_position=[4])
-    store = StoreStats(saved=7, hits=5)
+    s.llm.stats = StepStats(
+        running=2, blocks_held=16, blocks_total=64, output_tokens=50, rooms={"accepted_by_position": [4]}
+    )
     second = StepStats(
         running=1,
         blocks_held=48,
         blocks_total=64,
         output_tokens=20,
         preemptions=3,
-        store=store,
-        drafts_by_source={"prompt": (6, 2)},
+        rooms={"kv_store": {"saved": 7, "hits": 5}, "drafts_by_source": {"prompt": (6, 2)}},
     )
     ready = msgspec.structs.replace(s.llm.ready, num_blocks=32)
     s.llm.other_engines = [

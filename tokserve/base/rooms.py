@@ -79,6 +79,7 @@ class Room:
     `model_files`: a `checkpoint.ModelFiles`.
     `commands`: a tuple of `protocol.commands.AdminCommand`.
     `engine`, `runner`: a function that makes the room's feature of an engine or of a model runner, or None.
+    `metrics`: a tuple of `protocol.engine_metric.EngineMetric`, over what the room's feature of the engine reports.
     `loaded`: a function of a `Config` and the model that was loaded, called before the KV cache takes the memory that
     is left; what it returns is in `RunnerContext.loaded`.
     `draft`: a function of a `Config`, the served model and a function that loads a model from a `Config`, which returns
@@ -108,6 +109,7 @@ class Room:
     commands: str = ""
     engine: str = ""
     runner: str = ""
+    metrics: str = ""
     loaded: str = ""
     draft: str = ""
     columns: str = ""

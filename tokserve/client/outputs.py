@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from tokserve.protocol.columns import LOGPROBS, PROMPT_LOGPROBS, Column, join
+from tokserve.protocol.engine_metric import add_reports
 from tokserve.protocol.messages import (
     PREEMPTIONS,
     STEP_TOKENS,
@@ -15,7 +16,6 @@ from tokserve.protocol.messages import (
     Ready,
     Status,
     StepStats,
-    StoreStats,
 )
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "Ready",
     "Status",
     "StepStats",
-    "StoreStats",
     "join_columns",
     "merge",
     "total",
@@ -136,19 +135,4 @@ def _merge_one(parts: list[ChoiceOutput]) -> ChoiceOutput:
 
 def total(stats: Sequence[StepStats]) -> StepStats:
     """The sums of all gauges and counters."""
-    sums: dict[str, Any] = {}
-    for name in StepStats.__struct_fields__:
-        values = [getattr(one, name) for one in stats]
-        if isinstance(values[0], list):
-            longest = max(map(len, values))
-            sums[name] = [sum(value[i] for value in values if i < len(value)) for i in range(longest)]
-        elif isinstance(values[0], StoreStats):
-            columns = zip(*map(msgspec.structs.astuple, values), strict=True)
-            sums[name] = StoreStats(*map(sum, columns))
-        elif isinstance(values[0], dict):
-            keys = {key: None for value in values for key in value}
-            rows = {key: [value[key] for value in values if key in value] for key in keys}
-            sums[name] = {key: tuple(map(sum, zip(*row, strict=True))) for key, row in rows.items()}
-        else:
-            sums[name] = sum(values)
-    return StepStats(**sums)
+    return StepStats(*map(add_reports, zip(*map(msgspec.structs.astuple, stats), strict=True)))

@@ -122,7 +122,7 @@ class EngineFeature:
         """Clients have given up these requests, which may have ended."""
 
     def stats(self) -> dict[str, Any]:
-        """Fields of the `StepStats` that front ends are told."""
+        """What front ends are told in `StepStats.rooms`, by names of the room."""
         raise NotImplementedError
 
     def status(self) -> dict[str, Any]:

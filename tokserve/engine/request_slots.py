@@ -93,7 +93,7 @@ class RequestSlots:
             deferred=min(self._deferred, len(self._waiting)) + len(self._parked),
             stalled=len(self._stalled),
             **self.counters.values(),
-            **{name: value for stats in self._hooks.stats for name, value in stats().items()},
+            rooms={name: value for stats in self._hooks.stats for name, value in stats().items()},
         )
 
     def excess(self, lengths: Sequence[int], now: float) -> Excess | None:

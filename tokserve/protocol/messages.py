@@ -154,57 +154,17 @@ class RareFields(msgspec.Struct, frozen=True, array_like=True, gc=False):
 OutputRow = tuple[str, list[int], dict[str, Column], RareFields | None]
 
 
-class StoreStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Statistics of the KV store: gauges of what it keeps, then counters since the engine's start; blocks unless said
-    otherwise.
-
-    `queries`, `hits`: prompt tokens that the prefix cache had not, and those that were loaded.  `saved`, `written`: to
-    memory, to files; `loaded`: to the KV cache; `read`: from files.  `dropped`, `failed_writes`: not kept in memory, in
-    files.  `damaged`: files.  `declined`: computing them was faster; `given_up`: loads that took too long.  `leased`: a
-    gauge of blocks held for other servers; `sent`, `received`: to and from them; `failed_transfers`: requests.
-    """
-
-    memory_blocks: int = 0
-    file_blocks: int = 0
-    queries: int = 0
-    hits: int = 0
-    saved: int = 0
-    written: int = 0
-    loaded: int = 0
-    read: int = 0
-    dropped: int = 0
-    failed_writes: int = 0
-    damaged: int = 0
-    declined: int = 0
-    given_up: int = 0
-    leased: int = 0
-    sent: int = 0
-    received: int = 0
-    failed_transfers: int = 0
-    save_seconds: float = 0.0
-    load_seconds: float = 0.0
-
-
 class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Gauges, then counters since the engine's start (tokens unless said otherwise).
 
     `tokens_by_age`: tokens of ended requests, by how many times the weights had changed since they were made.
     `deferred`: a gauge; those of the `waiting` that could have run and were passed over in the last step, because the
     prompt tokens they share with another request are being computed, or their grammar is being compiled; and those
-    whose client does not read.
-    `grammar_bytes`, `grammars_compiling`: gauges of the compiled grammars that are kept, and of those on their way;
-    `grammar_refusals`: a counter of grammars refused after a trial.  `clients`, `stalled`: gauges of the clients with
-    requests, and of the requests whose client does not read; `displaced`: a counter, the part of `preemptions` that
-    made room for another client.
-    `draft_steps`: steps of requests that had drafts; `draft_tokens`: their drafts; `accepted_by_position`: those that
-    were accepted, by their position in the row; `drafts_by_source`: drafts and accepted ones.  `snapshots`: a gauge of
-    the recurrent states that are kept.  `store`: of the KV store.
+    whose client does not read.  `stalled`: a gauge of the requests whose client does not read; `displaced`: a counter,
+    the part of `preemptions` that made room for another client.
     `tokens_by_step`: numbers of steps by the tokens that they computed, with buckets up to `STEP_TOKENS` and beyond,
     then all these tokens; `preemptions_by_request`: of ended requests by how often they were preempted, likewise.
-    `attention_keys`: positions whose keys a request's attention needed, in each layer; `shared_attention_keys`: those
-    of them that were read for another request of the step anyway.
-    `session_blocks`: a gauge of the cached blocks that are kept for open sessions; `session_hits`: tokens of their
-    prompts that were in the cache.
+    `rooms`: what rooms report by name, numbers or lists or mappings of them; their `EngineMetric`s say what it is.
     """
 
     running: int = 0
@@ -221,24 +181,11 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     nan_requests: int = 0
     tokens_by_age: list[int] = []
     deferred: int = 0
-    grammar_bytes: int = 0
-    grammars_compiling: int = 0
-    grammar_refusals: int = 0
-    clients: int = 0
     stalled: int = 0
     displaced: int = 0
-    draft_steps: int = 0
-    draft_tokens: int = 0
-    accepted_by_position: list[int] = []
-    drafts_by_source: dict[str, tuple[int, int]] = {}
-    snapshots: int = 0
-    store: StoreStats = StoreStats()
     tokens_by_step: list[int] = []
     preemptions_by_request: list[int] = []
-    attention_keys: int = 0
-    shared_attention_keys: int = 0
-    session_blocks: int = 0
-    session_hits: int = 0
+    rooms: dict[str, Any] = {}
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):

@@ -131,7 +131,7 @@ class StepResult(msgspec.Struct, frozen=True):
     requested; "pooled", a vector; "routed_experts", uint8 or uint16 [n, layers, experts per token] of the row's last n
     positions, all of them if it enters its slot.  `draft_passes`: None if no row's
     drafts were drawn.  `saved`: the snapshots of the plan's `saves` that were taken.  `totals`: what
-    features of the runner count since its start, by the names of `StepStats`.
+    features of the runner count since its start, by the names that their rooms report.
     """
 
     step: int

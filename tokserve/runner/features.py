@@ -94,7 +94,7 @@ class RunnerFeature:
         """The KV cache has lost its contents."""
 
     def totals(self) -> dict[str, int]:
-        """Counts since the start, by the names of `StepStats`: they go with the result of the step just computed."""
+        """Counts since the start, by names of the room: they go with the result of the step just computed."""
         raise NotImplementedError
 
 

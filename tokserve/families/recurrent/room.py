@@ -7,4 +7,5 @@ from tokserve.base.rooms import Room
 ROOM = Room(
     requires=("families.mixtures",),
     engine="tokserve.families.recurrent.engine:make",
+    metrics="tokserve.families.recurrent.metrics:METRICS",
 )

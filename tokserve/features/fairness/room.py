@@ -6,4 +6,5 @@ from tokserve.base.rooms import Room
 
 ROOM = Room(
     engine="tokserve.features.fairness.engine:Fairness",
+    metrics="tokserve.features.fairness.metrics:METRICS",
 )

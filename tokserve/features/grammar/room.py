@@ -6,5 +6,6 @@ from tokserve.base.rooms import Room
 
 ROOM = Room(
     engine="tokserve.features.grammar.engine:GrammarFeature",
+    metrics="tokserve.features.grammar.metrics:METRICS",
     parameters="tokserve.features.grammar.structured:read_parameter",
 )

@@ -103,7 +103,7 @@ class KeptKV(KVEvents):
         return self.store.seconds_left()
 
     def stats(self) -> dict[str, Any]:
-        return {"store": self.store.stats()}
+        return {"kv_store": self.store.stats()}
 
     def clear(self) -> None:
         """Drop all blocks of the store, in memory and in files."""

@@ -59,7 +59,7 @@ class IdentityWatch:
             self.poll()
         logger.info(
             "KV store: %d blocks in files; digest of weights in %.2f s",
-            self._store.stats().file_blocks,
+            self._store.stats()["file_blocks"],
             time.monotonic() - began,
         )
 

@@ -9,5 +9,6 @@ ROOM = Room(
     engine="tokserve.features.kv.external_kv:make",
     runner="tokserve.features.kv.kv_copies:make",
     parts={"check_transfer": "tokserve.features.kv.transfer_check:check_transfer"},
+    metrics="tokserve.features.kv.metrics:METRICS",
     columns="tokserve.features.kv.transfer_check:SPECS",
 )

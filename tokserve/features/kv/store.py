@@ -23,7 +23,6 @@ from tokserve.features.kv.events import EventLog
 from tokserve.features.kv.load_rates import LoadRates
 from tokserve.features.kv.slots import MemorySlots
 from tokserve.features.kv.stored_events import StoredEvents
-from tokserve.protocol.messages import StoreStats
 
 Copy = Callable[[Any, str, dict[str, Any]], Future[Any]]  # lane, method, arguments
 
@@ -72,21 +71,21 @@ class BlockLoad:
 class StoreCounters:
     """Blocks unless said otherwise, since the start."""
 
-    queries: int = 0  # tokens
-    hits: int = 0  # tokens
-    saved: int = 0
-    written: int = 0
-    loaded: int = 0
-    read: int = 0
-    dropped: int = 0
-    failed_writes: int = 0
-    damaged: int = 0
-    declined: int = 0
-    given_up: int = 0
+    queries: int = 0  # prompt tokens that the prefix cache had not
+    hits: int = 0  # those of them that were loaded
+    saved: int = 0  # to memory
+    written: int = 0  # to files
+    loaded: int = 0  # to the KV cache
+    read: int = 0  # from files
+    dropped: int = 0  # not kept in memory
+    failed_writes: int = 0  # not kept in files
+    damaged: int = 0  # files
+    declined: int = 0  # computing them was faster
+    given_up: int = 0  # loads that took too long
     save_seconds: float = 0.0
     load_seconds: float = 0.0
-    leased: int = 0
-    sent: int = 0
+    leased: int = 0  # held for other servers: a gauge
+    sent: int = 0  # to other servers
     received: int = 0
     failed_transfers: int = 0  # requests
 
@@ -176,8 +175,9 @@ class KVStore:
             now = self._clock()
             self._loads = [load for load in self._loads if not self._advance(load, now)]
 
-    def stats(self) -> StoreStats:
-        return StoreStats(memory_blocks=len(self._slots), file_blocks=len(self._files), **asdict(self.counters))
+    def stats(self) -> dict[str, float]:
+        """The counters, and the blocks that are kept in memory and in files."""
+        return {"memory_blocks": len(self._slots), "file_blocks": len(self._files), **asdict(self.counters)}
 
     def _copy(self, lane: str, method: str, args: dict[str, Any]) -> Future[Any]:
         future = self._copy_in_lane(lane, method, args)

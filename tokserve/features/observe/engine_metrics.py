@@ -6,16 +6,17 @@ metric.  What the API processes count themselves is in `metrics`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from tokserve.base.rooms import contributions
 from tokserve.client.outputs import PREEMPTIONS, STEP_TOKENS, EngineReport, StepStats
 from tokserve.config import Config
-from tokserve.features.observe import store_metrics
+from tokserve.protocol.engine_metric import EngineMetric
 
 PREFIX = "tokserve:"
 LABELS = ["model_name", "engine"]
@@ -31,13 +32,8 @@ GAUGES: tuple[tuple[str, str, Value], ...] = (
         "Share of KV pages held by running requests, 0 to 1.",
         lambda s: s.blocks_held / s.blocks_total if s.blocks_total else 0.0,
     ),
-    ("session_blocks", "Blocks of the KV cache that are kept for open sessions.", lambda s: s.session_blocks),
     ("kv_cache_blocks_cached", "KV pages kept for requests with the same prefix.", lambda s: s.blocks_cached),
-    ("recurrent_state_snapshots", "Snapshots of recurrent states that are kept.", lambda s: s.snapshots),
-    ("clients", "Clients that have requests.", lambda s: s.clients),
     ("num_requests_stalled", "Requests that wait for their client to read.", lambda s: s.stalled),
-    ("grammar_cache_bytes", "Memory of the compiled grammars that are kept, estimated.", lambda s: s.grammar_bytes),
-    ("grammars_compiling", "Grammars that requests wait for.", lambda s: s.grammars_compiling),
 )
 COUNTERS: tuple[tuple[str, str, Value], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
@@ -45,24 +41,9 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
     ("num_preemptions", "Times a request was put back into the queue.", lambda s: s.preemptions),
     ("prompt_tokens", "Prompt tokens computed or found in the cache.", lambda s: s.prompt_tokens),
     ("generation_tokens", "Tokens generated.", lambda s: s.output_tokens),
-    (
-        "attention_keys",
-        "Keys that requests' attention needed on a CPU, in the layers of one rank.",
-        lambda s: s.attention_keys,
-    ),
-    (
-        "shared_attention_keys",
-        "Those of the keys that were read for another request of the step anyway.",
-        lambda s: s.shared_attention_keys,
-    ),
-    ("session_cache_hits", "Prompt tokens of sessions found in the cache.", lambda s: s.session_hits),
     ("engine_steps", "Steps of the engine.", lambda s: s.steps),
     ("displaced_requests", "Preemptions that made room for another client.", lambda s: s.displaced),
-    ("grammar_refusals", "Grammars refused after a trial.", lambda s: s.grammar_refusals),
     ("nan_requests", "Requests ended because their logits were not finite.", lambda s: s.nan_requests),
-    ("spec_decode_num_drafts", "Steps of requests that had drafts.", lambda s: s.draft_steps),
-    ("spec_decode_num_draft_tokens", "Drafts.", lambda s: s.draft_tokens),
-    ("spec_decode_num_accepted_tokens", "Drafts that were accepted.", lambda s: sum(s.accepted_by_position)),
 )
 
 
@@ -89,24 +70,18 @@ def families(reports: Sequence[EngineReport], model: str, config: Config) -> Ite
         yield counter
     for name, text, bounds, tally in TALLIES:
         yield _histogram(name, text, bounds, [(labels, tally(report.stats)) for report, labels in labelled])
-    text = "Memory reserved for recurrent states and snapshots of them."
-    reserved = [(labels, _fact(report, "state_bytes")) for report, labels in labelled]
-    yield _gauge("recurrent_state_bytes", text, reserved)
     epochs = [(labels, float(report.status.epoch)) for report, labels in labelled]
     yield _gauge("weight_epoch", "How often the weights have changed.", epochs)
-    stores = [(labels, report.stats.store, _fact(report, "kv_block_bytes")) for report, labels in labelled]
-    yield from store_metrics.families(stores, PREFIX, LABELS)
     yield _waiting(labelled)
     yield _states(labelled)
     yield _cache_config(labelled, config)
-    yield from _by_detail(labelled)
+    yield _ages(labelled)
+    for _, metrics in contributions("metrics"):
+        for metric in metrics:
+            yield _of_room(metric, labelled)
 
 
 Labelled = Sequence[tuple[EngineReport, list[str]]]
-
-
-def _fact(report: EngineReport, name: str) -> float:
-    return 0.0 if report.ready is None else report.ready.facts.get(name, 0)
 
 
 def _gauge(name: str, text: str, samples: Sequence[tuple[list[str], float]]) -> Metric:
@@ -171,26 +146,22 @@ def _cache_config(labelled: Labelled, config: Config) -> Metric:
     return info
 
 
-def _by_detail(labelled: Labelled) -> Iterator[Metric]:
-    """Counters with a label of their own."""
+def _ages(labelled: Labelled) -> Metric:
     text = "Tokens of ended choices, by weight updates since they were made."
     ages = CounterMetricFamily(PREFIX + "generation_tokens_by_age", text, labels=[*LABELS, "age"])
-    text = "Drafts that were accepted, by their position."
-    name = PREFIX + "spec_decode_num_accepted_tokens_per_pos"
-    positions = CounterMetricFamily(name, text, labels=[*LABELS, "position"])
     for report, labels in labelled:
         for age, count in zip(AGES, report.stats.tokens_by_age or [0] * len(AGES), strict=True):
             ages.add_metric([*labels, age], count)
-        for position, count in enumerate(report.stats.accepted_by_position):
-            positions.add_metric([*labels, str(position)], count)
-    yield ages
-    yield positions
-    for index, name, text in (
-        (0, "spec_decode_num_draft_tokens_by_source", "Drafts, by where they came from."),
-        (1, "spec_decode_num_accepted_tokens_by_source", "Drafts that were accepted, by where they came from."),
-    ):
-        sources = CounterMetricFamily(PREFIX + name, text, labels=[*LABELS, "source"])
-        for report, labels in labelled:
-            for source, counts in report.stats.drafts_by_source.items():
-                sources.add_metric([*labels, source], counts[index])
-        yield sources
+    return ages
+
+
+def _of_room(metric: EngineMetric, labelled: Labelled) -> Metric:
+    """The samples of a room's metric."""
+    family = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
+    names = [*LABELS, metric.label] if metric.label else LABELS
+    samples = family(PREFIX + metric.name, metric.text, labels=names)
+    for report, labels in labelled:
+        value = metric.value(report.stats.rooms, {} if report.ready is None else report.ready.facts)
+        for detail, number in value.items() if isinstance(value, Mapping) else [(None, value)]:
+            samples.add_metric(labels if detail is None else [*labels, detail], number)
+    return samples

@@ -31,6 +31,7 @@ ROOM = Room(
         "/sessions/{id}/tokenize",
     ),
     engine="tokserve.features.sessions.kept_blocks:make",
+    metrics="tokserve.features.sessions.engine_metrics:METRICS",
     observers="tokserve.features.sessions.metrics:SessionMeasures",
     text_start="tokserve.features.sessions.access:start",
     shared="tokserve.features.sessions.host:make_host",

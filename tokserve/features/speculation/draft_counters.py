@@ -28,7 +28,7 @@ class DraftCounters:
             at[index] += 1
 
     def values(self) -> dict[str, Any]:
-        """A copy, by the names of `StepStats`."""
+        """A copy, by the names that the room's metrics read."""
         return {
             "draft_steps": self.num_steps,
             "draft_tokens": self.num_drafts,
