@@ -430,6 +430,17 @@ def test_ctrl_c_stops_the_work_and_the_engine_lives(missed: bool, model: Path) -
         assert hanging._wait(hanging._llm.call("ping")) == {}
 
 
+def test_ctrl_c_at_the_progress_bar_leaves_no_request(model: Path) -> None:
+    def interrupt(**_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with make(model, "hang") as hanging:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            hanging.generate([[4], [5]], use_tqdm=interrupt)
+        until(lambda: hanging._llm.num_inflight == 0)
+        del caught  # until here its traceback keeps the streams
+
+
 def test_close_twice_and_then_nothing(model: Path) -> None:
     llm = make(model)
     llm.close()

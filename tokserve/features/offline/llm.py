@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent import futures
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
@@ -50,6 +50,16 @@ Adapters = AdapterChoice | Sequence[AdapterChoice]
 Priorities = int | Sequence[int] | None
 Progress = bool | Callable[..., Any]  # shown or not, or what makes the bar
 SIGNAL_SECONDS = 1.0  # a signal that does not end the main thread's wait is seen after so long
+
+
+class OfflineBatch(NamedTuple):
+    """Requests before they start: the prompts that were texts, all prompts, and what each is sent with."""
+
+    texts: list[str | None]
+    prompts: list[ParsedPrompt]
+    params: list[SamplingParams]
+    adapters: list[AdapterChoice]
+    priorities: list[int]
 
 
 class Started(NamedTuple):
@@ -145,15 +155,21 @@ class LLM(PoolingMethods, BlockingControl):
     def _enqueue(
         self, parsed: Sequence[ParsedPrompt], sampling_params: Params, lora_request: Adapters, priority: Priorities
     ) -> list[str]:
-        started = self._start(parsed, sampling_params, lora_request, priority)
+        return self._wait(self._enqueued(self._batch(parsed, sampling_params, lora_request, priority)))
+
+    async def _enqueued(self, batch: OfflineBatch) -> list[str]:
+        started = await self._start(batch)
         self._queued += started
         return [request.stream.request_id for request in started]
 
     def wait_for_completion(self, output_type: Any = None, *, use_tqdm: Progress = True) -> list[RequestOutput]:
         """The outputs of everything enqueued since the last call, in order; `output_type` (vLLM's) has no effect."""
+        with _progress(len(self._queued), use_tqdm) as bar:
+            return self._wait(self._completed(bar))
+
+    async def _completed(self, bar: Any) -> list[RequestOutput]:
         queued, self._queued = self._queued, []
-        with _progress(len(queued), use_tqdm) as bar:
-            return self._wait(_gather(queued, bar, self.tokenizer))
+        return await _gather(queued, bar, self.tokenizer)
 
     def score(
         self, data_1: Any, data_2: Any = None, *, lora_request: Adapters = None, **options: Any
@@ -304,12 +320,15 @@ class LLM(PoolingMethods, BlockingControl):
         """Each prompt with its stream and its only delta; all of them, or RequestError."""
         ended = []
         streams = await self._open(parsed, [task] * len(parsed), adapters, [0] * len(parsed), text=False)
-        for prompt, stream in zip(parsed, streams, strict=True):
-            delta = await anext(stream)
-            if not packed_vector(delta):
-                raise RequestError(delta.message or f"a request ended without a vector ({delta.stop_detail})")
-            ended.append((prompt, stream, delta))
-            bar.update(1)
+        with ExitStack() as stack:
+            for stream in streams:
+                stack.callback(stream.close)
+            for prompt, stream in zip(parsed, streams, strict=True):
+                delta = await anext(stream)
+                if not packed_vector(delta):
+                    raise RequestError(delta.message or f"a request ended without a vector ({delta.stop_detail})")
+                ended.append((prompt, stream, delta))
+                bar.update(1)
         return ended
 
     # --- what it serves ---
@@ -376,13 +395,16 @@ class LLM(PoolingMethods, BlockingControl):
         lora_request: Adapters,
         priority: Priorities,
     ) -> list[RequestOutput]:
-        started = self._start(parsed, params, lora_request, priority)
+        batch = self._batch(parsed, params, lora_request, priority)
         with _progress(len(parsed), use_tqdm) as bar:
-            return self._wait(_gather(started, bar, self.tokenizer))
+            return self._wait(self._generated(batch, bar))
 
-    def _start(
+    async def _generated(self, batch: OfflineBatch, bar: Any) -> list[RequestOutput]:
+        return await _gather(await self._start(batch), bar, self.tokenizer)
+
+    def _batch(
         self, parsed: Sequence[ParsedPrompt], params: Params, lora_request: Adapters, priority: Priorities
-    ) -> list[Started]:
+    ) -> OfflineBatch:
         given = self._params(params, len(parsed))
         sent = [sampling_of(value) for value in given]
         keeps = [Tokenization(keep=output_rules(value).keep) for value in given]
@@ -390,9 +412,14 @@ class LLM(PoolingMethods, BlockingControl):
         prompts = [how.shorten(prompt, context) for how, prompt in zip(keeps, parsed, strict=True)]
         priorities = _priorities(priority, len(parsed))
         adapters = self._adapters(lora_request, len(parsed))
-        names = [adapter_name(one) for one in adapters]
-        streams = self._wait(self._open(prompts, sent, names, priorities))
-        return [Started(*one) for one in zip(streams, [p.text for p in parsed], sent, adapters, strict=True)]
+        return OfflineBatch([p.text for p in parsed], prompts, sent, adapters, priorities)
+
+    async def _start(self, batch: OfflineBatch) -> list[Started]:
+        """Start all requests, or none.  It is awaited by what ends them: Ctrl-C between two calls of `_wait` would
+        leave them running."""
+        texts, prompts, params, adapters, priorities = batch
+        streams = await self._open(prompts, params, [adapter_name(one) for one in adapters], priorities)
+        return [Started(*one) for one in zip(streams, texts, params, adapters, strict=True)]
 
     def _adapters(self, lora_request: Adapters, count: int) -> list[AdapterChoice]:
         """One for each prompt; loads those with a path."""
