@@ -1,4 +1,4 @@
-"""The README's examples give what the README shows."""
+"""The README's examples give what the README shows, and the proof of exactness that docs/evaluating.md begins with."""
 
 import json
 import re
@@ -47,3 +47,11 @@ def test_python_prints_what_the_readme_shows() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout == printed
+
+
+def test_same_bits_beside_other_requests(demo: Server) -> None:
+    program = Path(__file__).parents[2] / "examples" / "same_bits.py"
+    command = [sys.executable, str(program), demo.url, "--others", "8", "--repeats", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "the same tokens and logprobs in 4 of 4 repetitions" in done.stdout, done.stderr
+    demo.wait_idle()
