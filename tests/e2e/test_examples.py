@@ -16,7 +16,7 @@ from tests.route_table import ENDPOINTS
 from tests.threads import ServerThread
 from tokserve import SamplingParams
 from tokserve.dialects.openai.schemas import ChatBody, CompletionBody
-from tokserve.server.tokens.generate import GenerateBody
+from tokserve.server.tokens.generate_body import GenerateBody
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LONGER = {

@@ -21,7 +21,7 @@ from tokserve.dialects.sglang.sampling import SglangSamplingParams
 from tokserve.protocol.params import SamplingParams, StructuredOutputs
 from tokserve.server.compat import SGLANG
 from tokserve.server.endpoint import Endpoint
-from tokserve.server.tokens.generate import GenerateBody
+from tokserve.server.tokens.generate_body import GenerateBody
 
 SIZES = (100, 10_000, 1_000_000)
 DEPTHS = (

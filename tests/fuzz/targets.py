@@ -29,7 +29,7 @@ from tokserve.protocol.columns import Column
 from tokserve.protocol.params import RequestOptions, SamplingParams
 from tokserve.protocol.prompt import TokenPrompt
 from tokserve.server.http import body
-from tokserve.server.tokens import aborts, generate
+from tokserve.server.tokens import aborts
 from tokserve.text.detokenizer import Detokenizer
 from tokserve.text.tokenizer import Tokenizer
 
@@ -93,9 +93,9 @@ def _request(raw: bytes, packed: bool) -> Request:
 
 async def _generate(request: Request) -> None:
     packed = body.is_msgpack(request)
-    requested = generate.decode_body(await SERVING.bodies.read(request), packed)
-    prompt, fields = generate.prompt_of(requested)
-    params = generate.decode_params(requested.sampling_params, packed)
+    requested = generate_body.decode_body(await SERVING.bodies.read(request), packed)
+    prompt, fields = generate_body.prompt_of(requested)
+    params = generate_body.decode_params(requested.sampling_params, packed)
     await SERVING.check(request, SERVING.request_of(request, requested, params, text=False), [prompt], fields)
 
 

@@ -16,7 +16,7 @@ from tests.server.site import Caller, Site, site
 from tokserve.base.errors import Conflict, QueueFull
 from tokserve.features.observe.observers import metrics_of
 from tokserve.protocol.params import SamplingParams
-from tokserve.server.tokens.generate import GenerateBody
+from tokserve.server.tokens.generate_body import GenerateBody
 
 GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
 PROMPT = {"token_ids": [5, 6]}

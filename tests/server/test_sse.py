@@ -19,7 +19,8 @@ from tokserve.protocol.columns import LOGPROBS, PROMPT_LOGPROBS
 from tokserve.protocol.params import SamplingParams
 from tokserve.server.replies import logprobs, reply_parts, sse
 from tokserve.server.replies.sse import StreamWriter, request_failure
-from tokserve.server.tokens import generate
+from tokserve.server.tokens.generate_body import GenerateBody, StreamOptions
+from tokserve.server.tokens.generate_reply import TokenRender
 
 GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
 BODY = {"token_ids": [5, 6, 8], "sampling_params": {"max_tokens": 6, "seed": 3}}
@@ -623,12 +624,12 @@ def test_every_event_is_json() -> None:
 def test_an_event_in_the_middle_reads_as_if_it_were_encoded_whole(
     logprobs: int | None, kind: Any, mode: Any, usage: bool
 ) -> None:
-    requested = generate.GenerateBody(
-        token_ids=[5], logprobs_format=kind, output_mode=mode, stream=True, stream_options=generate.StreamOptions(usage)
+    requested = GenerateBody(
+        token_ids=[5], logprobs_format=kind, output_mode=mode, stream=True, stream_options=StreamOptions(usage)
     )
     params = SamplingParams(logprobs=logprobs, n=2)
     generation: Any = SimpleNamespace(key='a"\\\x00é')
-    render = generate._Render(site().app.state.serving, generation, requested, params, packed=False)
+    render = TokenRender(site().app.state.serving, generation, requested, params, packed=False)
     render._first = False
     for index, new in enumerate(([7], [4, 450_000, 0], [])):
         rows = {} if logprobs is None or not new else {LOGPROBS: columns(new, logprobs, [])}
@@ -639,9 +640,9 @@ def test_an_event_in_the_middle_reads_as_if_it_were_encoded_whole(
 @pytest.mark.parametrize("read", [True, False])
 def test_prompt_logprobs_wait_for_a_choice_that_has_read_the_prompt(read: bool) -> None:
     params = SamplingParams(prompt_logprobs=0, n=2)
-    requested = generate.GenerateBody(token_ids=[5, 6], stream=True)
+    requested = GenerateBody(token_ids=[5, 6], stream=True)
     generation: Any = SimpleNamespace(key="r", ended=False, seed=1, prompt_ids=lambda: [5, 6])
-    render = generate._Render(site().app.state.serving, generation, requested, params, packed=False)
+    render = TokenRender(site().app.state.serving, generation, requested, params, packed=False)
     never = ChoiceOutput(0, [], finish_reason="deadline", stop_detail="queue_timeout")
     assert "prompt_logprobs" not in json.loads(render.delta(never).removeprefix(b"data: "))
     other = ChoiceOutput(1, [7], values={PROMPT_LOGPROBS: columns([6], 0, [])}) if read else never

@@ -245,7 +245,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprob_token_ids: Candidates | None = None
     prompt_logprob_start: Count = 0
     routed_experts_prompt_start: Count = 0
-    routed_experts_format: RoutedFormat = "npy"
+    routed_experts_format: RoutedFormat | None = None
     logprob_token_ids: Annotated[list[int], Meta(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)] | None = None
     logprobs_mode: LogprobsMode | None = None
     prompt_logprobs_mode: LogprobsMode | None = None

@@ -18,6 +18,8 @@ from tokserve.server.http.auth import route_path
 from tokserve.server.http.errors import OPENAI, ErrorShape
 from tokserve.server.serving import Serving
 from tokserve.server.tokens import aborts, generate
+from tokserve.server.tokens.generate_body import GenerateBody
+from tokserve.server.tokens.generate_reply import GenerateReply
 
 POST, GET = ("POST",), ("GET",)
 METHODS = ("GET", "POST", "DELETE")
@@ -26,8 +28,8 @@ CORE = (
         POST,
         "/inference/v1/generate",
         generate.generate_tokens,
-        generate.GenerateBody,
-        reply=generate.GenerateReply,
+        GenerateBody,
+        reply=GenerateReply,
         runner="generate",
     ),
     *(

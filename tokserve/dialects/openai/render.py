@@ -25,7 +25,7 @@ from tokserve.server.http import declared
 from tokserve.server.http.body import RENDERED, given_request_id, reply
 from tokserve.server.http.workers import off_loop
 from tokserve.server.serving import Serving
-from tokserve.server.tokens.generate import OptionFields, StreamOptions
+from tokserve.server.tokens.generate_body import OptionFields, StreamOptions
 
 
 class Rendered(OptionFields, kw_only=True, omit_defaults=True):

@@ -12,7 +12,8 @@ from tokserve.server.admin.commands import CommandRoute, WorkerCallBody, load_lo
 from tokserve.server.endpoint import NEVER, Endpoint
 from tokserve.server.reply_types import AdapterReply, Success, WorkerResults
 from tokserve.server.serving import Serving
-from tokserve.server.tokens.generate import GenerateBody, GenerateReply
+from tokserve.server.tokens.generate_body import GenerateBody
+from tokserve.server.tokens.generate_reply import GenerateReply
 
 
 async def init_broadcaster(serving: Serving, request: Request) -> Response:

@@ -11,4 +11,4 @@ from tokserve.server.tokens import generate
 
 async def generate_rollouts(serving: Serving, request: Request) -> Response:
     """POST /skyrl/v1/generate: as /inference/v1/generate; routed experts are an object in the smallest dtype"""
-    return await generate.respond(serving, request, routed_experts_format="compact")
+    return await generate.respond(serving, request, routed_format="compact")

@@ -55,7 +55,7 @@ class RoutedCollector:
     def __init__(self, task: Task, prompt_len: int) -> None:
         start, self._form = 0, DEFAULT_FORM
         if isinstance(task, SamplingParams):
-            start, self._form = task.routed_experts_prompt_start, task.routed_experts_format
+            start, self._form = task.routed_experts_prompt_start, task.routed_experts_format or DEFAULT_FORM
         self._start = min(start, prompt_len)
         self._ids = bytearray()
         self._shape, self._item = (0, 0), 1
