@@ -166,9 +166,9 @@ def errors(report: Report, client: Any, url: str) -> None:
         ),
         (
             anthropic.BadRequestError,
-            {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "url"}}]}]},
             "invalid_request_error",
-            "messages[0].content[0].type",
+            "messages[0].content[0].source.type",
         ),
         (anthropic.NotFoundError, {"model": "claude"}, "not_found_error", "claude"),
     )

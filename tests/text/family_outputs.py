@@ -227,6 +227,13 @@ OUTPUTS = [
         [("content", "It rains.")],
     ),
     Output(
+        "GigaChat 3.1",
+        "gigachat3",
+        None,
+        'Sure.<|function_call|>{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}',
+        [("content", "Sure."), *weather()],
+    ),
+    Output(
         "InternLM",
         "internlm",
         None,

@@ -116,7 +116,7 @@ SHOWS: list[tuple[str, str | None, str]] = [
         "deepseek_r1",
         chat(
             ALL_BEGIN + every_call(f"{BEGIN}function{SEPARATOR}{FENCE}{END}", "\\n") + ALL_END,
-            turn="{% set content = m.content.split('</think>')[-1] %}",
+            turn="{% set content = m.content.split('</think>')[-1] %}<｜tool▁outputs▁begin｜>",  # noqa: RUF001
         ),
     ),
     (
@@ -145,6 +145,7 @@ SHOWS: list[tuple[str, str | None, str]] = [
             turn="{% if m.tool_calls %}<|START_THINKING|>{{ m.reasoning_content }}<|END_THINKING|>{% endif %}",
         ),
     ),
+    ("gigachat3", None, chat(every_call("<|function_call|>" + OBJECT))),
     ("internlm", None, chat(every_call("<|action_start|><|plugin|>\n" + PARAMETERS + "<|action_end|>\n"))),
     (
         "functiongemma",

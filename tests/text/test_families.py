@@ -118,6 +118,13 @@ def test_a_template_shows_its_parsers(tools: str, thinking: str | None, source: 
     assert (thoughts.name if thoughts else None) == thinking
 
 
+def test_an_answer_does_not_begin_with_a_thought_because_a_template_cuts_thoughts_off_earlier_ones() -> None:
+    """LFM 2.5 has such a template, and its models may or may not think."""
+    source = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    thoughts = tool_formats.recognize_thinking(ChatTemplate(byte_tokenizer(), source))
+    assert thoughts is not None and thoughts.name == "qwen3" and not thoughts.assumed
+
+
 @pytest.mark.parametrize("tools", TELLS)
 def test_a_template_that_shows_no_calls_is_recognized_by_its_texts(tools: str) -> None:
     form = tool_formats.recognize(ChatTemplate(byte_tokenizer(), TELLS[tools]))

@@ -24,6 +24,16 @@ ONE_SYSTEM = (
     "{% if m.role == 'system' and not loop.first %}{{ raise_exception('must be first') }}{% endif %}"
     "{{ m.role }}:{{ m.content }};{% endfor %}"
 )
+SHOWS_ONE_CALL = (  # as gpt-oss's
+    "{% for m in messages %}{% if m.tool_calls %}"
+    "{% if m.content and m.thinking %}{{ raise_exception('not both') }}{% endif %}"
+    "{% if m.content or m.thinking %}thought:{{ m.content or m.thinking }};{% endif %}"
+    "call:{{ m.tool_calls[0].function.name }}({{ m.tool_calls[0].function.arguments.x }});"
+    "{% else %}{{ m.role }}:{{ m.content }};{% endif %}{% endfor %}"
+)
+TAKES_ONE_CALL = SHOWS_ONE_CALL.replace(  # as Llama's
+    "call:", "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}call:"
+)
 DROPS_SYSTEM = (
     "{% if messages[0].role == 'system' %}S:{{ messages[0].content }};{% endif %}"
     "{% for m in messages if m.role != 'system' %}{{ m.role }}:{{ m.content }};{% endfor %}"
@@ -90,6 +100,46 @@ def test_a_call_in_the_form_before_tools_is_a_tool_call() -> None:
     assert old == text(HERMES, USER, {"role": "assistant", "tool_calls": [call]}, new_result)
     assert '{"name": "f", "arguments": {"a": 1}}' in old
     assert '"id": "call00001"' in text(MISTRAL, USER, {"role": "assistant", "function_call": function}, result)
+
+
+def call(name: str, call_id: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": '{"x": 1}'}}
+
+
+def result(content: str, **fields: str) -> dict[str, Any]:
+    return {"role": "tool", "content": content, **fields}
+
+
+@pytest.mark.parametrize("template", [SHOWS_ONE_CALL, TAKES_ONE_CALL], ids=["shows one", "takes one"])
+@pytest.mark.parametrize(
+    ("results", "shown"),
+    [
+        ([result("A", tool_call_id="a"), result("B", tool_call_id="b")], "call:f(1);tool:A;call:g(1);tool:B;"),
+        ([result("B", tool_call_id="b"), result("A", tool_call_id="a")], "call:f(1);tool:A;call:g(1);tool:B;"),
+        ([result("A"), result("B")], "call:f(1);tool:A;call:g(1);tool:B;"),
+        ([result("B", tool_call_id="b")], "call:f(1);call:g(1);tool:B;"),
+        (
+            [result("A", tool_call_id="a"), result("B", tool_call_id="b"), result("C")],
+            "call:f(1);tool:A;call:g(1);tool:B;tool:C;",
+        ),
+        ([], "call:f(1);call:g(1);"),
+    ],
+    ids=["in order", "by id", "without ids", "one is missing", "one too many", "none"],
+)
+def test_several_calls_of_a_message_where_the_template_shows_one(
+    template: str, results: list[dict[str, Any]], shown: str
+) -> None:
+    calls = {"role": "assistant", "content": "Look.", "tool_calls": [call("f", "a"), call("g", "b")]}
+    assert text(template, USER, calls, *results, USER) == f"user:q;thought:Look.;{shown}user:q;"
+
+
+def test_a_text_beside_the_reasoning_of_a_call_where_the_template_takes_one() -> None:
+    turn = {"role": "assistant", "content": "Look.", "reasoning_content": "Hm.", "tool_calls": [call("f", "a")]}
+    assert text(SHOWS_ONE_CALL, USER, turn) == "user:q;thought:Hm.\n\nLook.;call:f(1);"
+    parts = turn | {"content": [{"type": "text", "text": "Look."}]}
+    assert text(SHOWS_ONE_CALL, USER, parts) == text(SHOWS_ONE_CALL, USER, turn)
+    assert text(SHOWS_ONE_CALL, USER, turn | {"content": ""}) == "user:q;thought:Hm.;call:f(1);"
+    assert text(THINKER, USER, turn).count("Look.") == 1 and "<think>\nHm.\n</think>" in text(THINKER, USER, turn)
 
 
 def test_a_final_message_with_prefix_is_continued() -> None:

@@ -17,6 +17,7 @@ TOOL_PARSERS = (
     "deepseek_v3",
     "kimi_k2",
     "openai",
+    "gigachat3",
     "phi4_mini_json",
     "granite",
     "nemotron_json",
@@ -47,8 +48,8 @@ REASONING_PARSERS = (
     "minimax_m2",
     "hunyuan_a13b",
     "ernie45",
-    "qwen3",
     "deepseek_r1",
+    "qwen3",
 )
 TOOL_SYNONYMS = {
     "deepseekv3": "deepseek_v3",

@@ -25,6 +25,8 @@ from tokserve.features.chat.templates.template_probes import (
     takes_later_system,
     takes_objects,
     takes_parts,
+    takes_several_calls,
+    takes_text_with_thought,
     takes_thoughts,
     without_content,
 )
@@ -212,6 +214,8 @@ class ChatTemplate:
         )
         _check_roles(chat, source)
         chat = self._with_system_in_place(chat, source)
+        if not takes_several_calls(source, self._special_tokens):
+            chat = histories.one_call_a_turn(chat)
         self._fit_messages(chat, source)
         mark = f"END{secrets.token_hex(16)} " if continue_final_message else ""
         if mark:
@@ -262,6 +266,11 @@ class ChatTemplate:
         """Whether the template takes system messages between other turns; a server without a template takes none."""
         return bool(self._templates) and takes_later_system(self._source(None, False), self._special_tokens)
 
+    def takes_several_calls(self, options: Mapping[str, Any]) -> bool:
+        """Whether the template shows several calls of a message.  `options` are those of `text`."""
+        source = self._source(options.get("template"), bool(options.get("tools")))
+        return takes_several_calls(source, self._special_tokens)
+
     def before_answer(self, template: str | None = None, with_tools: bool = False) -> str | None:
         """What the template writes between a question and its answer; None: unknown.  `template` as in `text`."""
         if template is None and not self._templates:
@@ -282,6 +291,8 @@ class ChatTemplate:
             calls = message.get("tool_calls")
             if calls and not takes_objects(source, special):
                 message["tool_calls"] = [histories.with_text(call) for call in calls]
+            if calls and not takes_text_with_thought(source, special):
+                histories.move_text_to_thought(message)
             if "content" not in message:
                 assistant = message["role"] == "assistant"
                 message |= without_content(source, bool(calls), special) if assistant else {"content": ""}

@@ -98,6 +98,8 @@ TOOL_FORMATS = (
     ),
     # <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>: gpt-oss
     ToolFormat("openai", closes="<|call|>", body="channels"),
+    # <|function_call|>{"name": "f", "arguments": {"a": 1}}: GigaChat 3.1
+    ToolFormat("gigachat3", ("<|function_call|>",)),
     # [{"name": "f", "arguments": {"a": 1}}] between markers
     ToolFormat("phi4_mini_json", ("<|tool_call|>",), "<|/tool_call|>", listed=True, signs=("<|tool|>", "<|/tool|>")),
     ToolFormat("granite", ("<|tool_call|>",), listed=True, signs=("<|tool_call|>",)),
@@ -195,9 +197,9 @@ THINKING = (
     Thinking("minimax_m2", "<think>", "</think>", signs=("<think>", "<minimax:tool_call>")),
     Thinking("hunyuan_a13b", "<think>", "</think>", answer=("<answer>", "</answer>"), signs=("<think>", "<answer>")),
     Thinking("ernie45", "<think>", "</think>", answer=("<response>", "</response>"), signs=("<think>", "<response>")),
-    Thinking("qwen3", "<think>", "</think>"),
-    # its first templates did not open it
-    Thinking("deepseek_r1", "<think>", "</think>", assumed=True, signs=("</think>",)),
+    # its templates did not open it at first, and cut it off answers of earlier turns
+    Thinking("deepseek_r1", "<think>", "</think>", assumed=True, signs=("</think>", "<｜tool▁outputs▁begin｜>")),  # noqa: RUF001
+    Thinking("qwen3", "<think>", "</think>", signs=("</think>",)),
 )
 
 QUESTION = {"role": "user", "content": "probe"}

@@ -81,6 +81,38 @@ def merged_at_start(chat: list[dict[str, Any]], roles: Collection[str]) -> list[
     return [{"role": "system", "content": content}, *(message for message in chat if message["role"] not in roles)]
 
 
+def one_call_a_turn(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, with several calls of one as turns of one call each, before its result: the next one that has the
+    call's id, or that of none."""
+    turns: list[dict[str, Any]] = []
+    rest = list(chat)
+    while rest:
+        message = rest.pop(0)
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            turns.append(message)
+            continue
+        count = next((index for index, one in enumerate(rest) if one["role"] != "tool"), len(rest))
+        results, rest = rest[:count], rest[count:]
+        ids = {call.get("id") for call in calls} - {None}
+        for call in calls:
+            turns.append(message | {"tool_calls": [call]})
+            message = {"role": message["role"]}
+            answered = (result.get("tool_call_id") for result in results)
+            place = next((at for at, one in enumerate(answered) if one == call.get("id") or one not in ids), None)
+            turns += [] if place is None else [results.pop(place)]
+        turns += results
+    return turns
+
+
+def move_text_to_thought(message: dict[str, Any]) -> None:
+    """Put an assistant's text behind its reasoning, if it has both: the template has no place for them."""
+    thought, content = message.get("reasoning_content"), message.get("content")
+    if thought and content and (isinstance(content, str) or all("text" in part for part in content)):
+        thought = f"{thought}\n\n{joined(message.pop('content'))}"
+        message |= {"thinking": thought, "reasoning_content": thought}
+
+
 def joined(content: str | list[dict[str, str]]) -> str:
     """The text of a content, whose parts become lines."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

@@ -54,9 +54,9 @@ class Suffixes:
             if role in INSTRUCTIONS and not self._template.takes_role_later(role):
                 raise NotContinued(f"the chat template puts a later message of the {role} at the start")
         mark = f"x{secrets.token_hex(16)}x"
-        turn = _marked(answer, mark)
         history = [*([SYSTEM] if first_role in INSTRUCTIONS else []), QUESTION]
         try:
+            turn = _marked(answer, mark, several=self._template.takes_several_calls(options))
             closing = self._closing(history, turn, mark, options) if "tool_calls" in turn else ""
             ids = self._template.ids_behind([*history, turn, *messages], mark, closing, anchor=self._anchor, **options)
         except RequestError as error:
@@ -114,10 +114,11 @@ class Suffixes:
         return ""
 
 
-def _marked(answer: Message, mark: str) -> dict[str, Any]:
-    """The answer with the mark in the place of its content or, if it has calls, of their arguments: a template may
-    write one call only."""
+def _marked(answer: Message, mark: str, *, several: bool) -> dict[str, Any]:
+    """The answer with the mark in the place of its content or, if it has calls, of their arguments; of the first one's
+    where the template does not take `several`."""
     calls = answer.get("tool_calls")
+    calls = calls if several or not calls else calls[:1]
     if not calls:
         return {"role": "assistant", "content": mark}
     marked = [{**call, "function": {**call["function"], "arguments": {ARGUMENT: mark}}} for call in calls]

@@ -1,7 +1,8 @@
 """How a chat template takes what templates differ in, found out by rendering samples.
 
 Contents in parts or as text, the absent content of an assistant's message, its reasoning, the arguments of calls,
-system messages between other turns; and what it writes before an answer.
+several calls of a message, a text beside the reasoning of a call, system messages between other turns; and what it
+writes before an answer.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from tokserve.features.chat.templates.jinja import render
 
 THOUGHT = "thinking"  # the type of a part of a content, and the name of its text
 OBJECT = {"key": "value"}  # the arguments of a sample of a call
+SAMPLES = (
+    "sample1",
+    "sample2",
+)  # names of functions, which with two digits are ids of the length that templates demand
 CONTENTS: tuple[dict[str, str | None], ...] = ({"content": ""}, {"content": None}, {})
 SYSTEM_TURNS = ("system", "user", "system", "assistant", "user", "system")
 PROBE_TOOL: dict[str, Any] = {
@@ -63,9 +68,9 @@ def takes_thoughts(source: str, special_tokens: SpecialTokens) -> bool:
     thought, text = "1st thought", {"type": "text", "text": "1st part"}
     in_parts = {"content": [{"type": THOUGHT, THOUGHT: thought}, text]}
     apart = {"content": [text], "reasoning_content": thought, THOUGHT: thought}
-    shown = _answer(source, special_tokens, in_parts, None) or ""
+    shown = _answer(source, special_tokens, in_parts) or ""
     list_printed = re.search(r"""["']type["']""", shown)
-    others = _answer(source, special_tokens, apart, None) or ""
+    others = _answer(source, special_tokens, apart) or ""
     return thought in shown and text["text"] in shown and not list_printed and thought not in others
 
 
@@ -87,15 +92,31 @@ def without_content(source: str, calls: bool, special_tokens: SpecialTokens) -> 
     Null or absent if the template treats that differently: it renders something other than for an empty text, and does
     not print the null.  `calls`: the message has tool calls.
     """
-    arguments: Any = None
-    if calls:
-        arguments = OBJECT if takes_objects(source, special_tokens) else json.dumps(OBJECT)
-    usual = _answer(source, special_tokens, CONTENTS[0], arguments) or ""
+    arguments = [_arguments(source, special_tokens)] if calls else []
+    usual = _answer(source, special_tokens, CONTENTS[0], *arguments) or ""
     for content in CONTENTS[1:]:
-        text = _answer(source, special_tokens, content, arguments)
+        text = _answer(source, special_tokens, content, *arguments)
         if text not in (None, usual) and all(text.count(null) <= usual.count(null) for null in NULLS):
             return content
     return CONTENTS[0]
+
+
+@lru_cache(maxsize=64)
+def takes_several_calls(source: str, special_tokens: SpecialTokens) -> bool:
+    """Whether a template shows all calls of a message: some refuse more than one, or show the first only.  One that
+    shows none takes them."""
+    arguments = _arguments(source, special_tokens)
+    one, two = (_answer(source, special_tokens, {"content": ""}, *[arguments] * count) for count in (1, 2))
+    return one is None or SAMPLES[0] not in one or (two is not None and SAMPLES[1] in two)
+
+
+@lru_cache(maxsize=64)
+def takes_text_with_thought(source: str, special_tokens: SpecialTokens) -> bool:
+    """Whether a template renders a call with a text and with reasoning, or neither one of them."""
+    arguments, text = _arguments(source, special_tokens), {"content": "1st part"}
+    thought = {THOUGHT: "1st thought", "reasoning_content": "1st thought"}
+    both, alone = (_answer(source, special_tokens, fields, arguments) for fields in (text | thought, thought))
+    return both is not None or alone is None
 
 
 @lru_cache(maxsize=64)
@@ -131,11 +152,19 @@ def _in_order(source: str, special_tokens: SpecialTokens, tools: list[dict[str, 
     return -1 not in places and places == sorted(places)
 
 
-def _answer(source: str, special_tokens: SpecialTokens, content: Mapping[str, Any], arguments: Any) -> str | None:
-    """A question and an answer with this content, and a call with these arguments (None: without a call); None if the
-    template raises."""
-    call = {"id": "sample001", "type": "function", "function": {"name": "sample", "arguments": arguments}}
-    message = {"role": "assistant", **content} | ({} if arguments is None else {"tool_calls": [call]})
+def _arguments(source: str, special_tokens: SpecialTokens) -> Any:
+    """The arguments of a sample of a call, as the template takes them."""
+    return OBJECT if takes_objects(source, special_tokens) else json.dumps(OBJECT)
+
+
+def _answer(source: str, special_tokens: SpecialTokens, content: Mapping[str, Any], *arguments: Any) -> str | None:
+    """A question and an answer with this content, and a call with each of these arguments; None if the template
+    raises."""
+    calls = [
+        {"id": f"{name}01", "type": "function", "function": {"name": name, "arguments": one}}
+        for name, one in zip(SAMPLES, arguments, strict=False)
+    ]
+    message = {"role": "assistant", **content} | ({"tool_calls": calls} if calls else {})
     nothing = {"tools": None, "documents": None, "add_generation_prompt": False}
     chat = {"messages": [{"role": "user", "content": "?"}, message]}
     try:
