@@ -6,6 +6,7 @@ skyrl/backends/skyrl_train/inference_servers/remote_inference_client.py.  prime-
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.server.site import command_site
 from tests.server.test_control import complete
 from tokserve.base.errors import Conflict, RequestError
 from tokserve.protocol.messages import Status
+from tokserve.server.tokens.generate_body import decode_request
 
 AREAL_GROUP = {
     "master_address": "10.0.0.1",
@@ -241,6 +243,18 @@ def test_skyrls_paths() -> None:
     assert one["choices"] == other["choices"]
     assert s.post("/skyrl/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/p"}).status_code == 200
     assert verbs(s) == ["load_lora_adapter"]
+
+
+@pytest.mark.parametrize(
+    ("body", "sampling", "form"),
+    [({}, {}, "compact"), ({}, {"routed_experts_format": "npy"}, "npy"), ({"routed_experts_format": "npy"}, {}, "npy")],
+)
+def test_a_format_of_routed_experts_that_is_sent_wins_over_the_routes(
+    body: dict[str, Any], sampling: dict[str, Any], form: str
+) -> None:
+    raw = json.dumps({"token_ids": [5], "sampling_params": sampling, **body}).encode()
+    _, params = decode_request(raw, packed=False, routed_format="compact")
+    assert params.routed_experts_format == form
 
 
 def test_prime_rls_broadcaster_is_refused_with_the_option_to_use() -> None:
