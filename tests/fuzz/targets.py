@@ -29,7 +29,7 @@ from tokserve.protocol.columns import Column
 from tokserve.protocol.params import RequestOptions, SamplingParams
 from tokserve.protocol.prompt import TokenPrompt
 from tokserve.server.http import body
-from tokserve.server.tokens import aborts
+from tokserve.server.tokens import aborts, generate_body
 from tokserve.text.detokenizer import Detokenizer
 from tokserve.text.tokenizer import Tokenizer
 
@@ -96,7 +96,9 @@ async def _generate(request: Request) -> None:
     requested = generate_body.decode_body(await SERVING.bodies.read(request), packed)
     prompt, fields = generate_body.prompt_of(requested)
     params = generate_body.decode_params(requested.sampling_params, packed)
-    await SERVING.check(request, SERVING.request_of(request, requested, params, text=False), [prompt], fields)
+    await SERVING.requests.check(
+        request, SERVING.requests.request_of(request, requested, params, text=False), [prompt], fields
+    )
 
 
 async def _chat(request: Request) -> None:

@@ -34,8 +34,9 @@ from tokserve.server.http.auth import Keys, RoutePaths, route_path
 from tokserve.server.http.cors import add_cors
 from tokserve.server.http.disconnect import ClientDisconnected
 from tokserve.server.http.request_ids import RequestIds
+from tokserve.server.request_starter import GIVEN_ID, PREPARATION
 from tokserve.server.routes import endpoints, hint
-from tokserve.server.serving import GIVEN_ID, PREPARATION, SERVING, Serving, Trace
+from tokserve.server.serving import SERVING, Serving, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class Api(FastAPI):
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
             serving = self.state.serving
-            names = None if serving.config.lora.enable_lora else serving.names
+            names = None if serving.config.lora.enable_lora else serving.model.names
             served = [endpoint for endpoint in self.state.table if endpoint.is_served(serving.config)]
             self.openapi_schema = openapi.document(super().openapi(), served, names)
         return self.openapi_schema

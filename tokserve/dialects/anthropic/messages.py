@@ -26,7 +26,8 @@ from tokserve.features.chat.text_context import TextContext
 from tokserve.server.http import body, errors
 from tokserve.server.http.workers import off_loop
 from tokserve.server.replies import sse
-from tokserve.server.serving import FieldPaths, Serving
+from tokserve.server.request_starter import FieldPaths
+from tokserve.server.serving import Serving
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 TOOL = re.compile(r"tools\[(\d+)\]")
@@ -72,7 +73,7 @@ class ChatRequest(NamedTuple):
 async def create(serving: Serving, request: Request) -> Response:
     """POST /v1/messages: a message in the format of Anthropic's API"""
     call = await read(serving, request)
-    generation = await serving.start(request, call.generate, [call.prompt], call.fields)
+    generation = await serving.requests.start(request, call.generate, [call.prompt], call.fields)
     if call.turn is not None:
         call.turn.attach(generation, lambda choice: returned_message(generation, call, choice))
     renderer = MessagesRenderer(serving, generation, call)

@@ -49,7 +49,8 @@ from tokserve.server.replies.logprobs import NO_ROWS
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, last_version, versions
 from tokserve.server.replies.reply_metrics import ReplyMetrics
 from tokserve.server.replies.reply_parts import DeferredParts
-from tokserve.server.serving import FieldPaths, Serving
+from tokserve.server.request_starter import FieldPaths
+from tokserve.server.serving import Serving
 
 ID_PREFIX = "chatcmpl-"
 SWITCHES = ("enable_thinking", "thinking")  # variables that are false where no reasoning is wanted
@@ -176,7 +177,9 @@ async def respond(
     serving: Serving, request: Request, call: ChatCall, renderer: type[ChatRenderer] | None = None
 ) -> Response:
     """Generate, and answer with what `renderer` makes of it; None: chat's own."""
-    generation = await serving.start(request, call.generate, [call.prompt], call.fields, search=search_of(call.beams))
+    generation = await serving.requests.start(
+        request, call.generate, [call.prompt], call.fields, search=search_of(call.beams)
+    )
     follow(serving, generation, call)
     render = (renderer or ChatRenderer)(
         serving, generation, call.body, call.params, reader_of(serving, call.plan, generation, call.params, call.start)
@@ -215,15 +218,15 @@ async def call_of(
 ) -> ChatCall:
     """What a body that has passed `schemas.parse` comes to.  `size`: its bytes; `source`: the field with the prompt;
     `replies`: as of `read`."""
-    serving.check_generates()
-    serving.name_request(request, body, is_sent=replies)
+    serving.requests.check_generates()
+    serving.requests.name_request(request, body, is_sent=replies)
 
     def plan_and_params() -> tuple[ToolPlan, SamplingParams]:
         plan = tool_plan(serving, body)
         return plan, thinking_budget.with_markers(serving, sampling_params(serving, body, plan))
 
     plan, params = await off_loop(request, size, plan_and_params)
-    bare = serving.request_of(request, body, params)
+    bare = serving.requests.request_of(request, body, params)
     generate = await off_loop(request, size, lambda: with_prediction(serving, body, bare))
     turn: ConversationTurn | None = None
     if source != "messages":
@@ -352,7 +355,7 @@ def sampling_params(serving: Serving, body: ChatBody, plan: ToolPlan) -> Samplin
     limit, _ = schemas.output_limit(body)
     num_logprobs = (top or 0) if body.logprobs else None
     more = plan.params(serving.tokenizer)
-    return schemas.sampling(body, serving.defaults, max_tokens=limit, logprobs=num_logprobs, **more)
+    return schemas.sampling(body, serving.model.defaults, max_tokens=limit, logprobs=num_logprobs, **more)
 
 
 def message_of(c: ChoiceOutput, reader: OutputParser | None, *, shows_reasoning: bool) -> Message:
@@ -381,7 +384,7 @@ class ChatRenderer:
     ) -> None:
         self._id = ID_PREFIX + generation.key
         self._created = int(time.time())
-        self._model = serving.answers_as(body.model)
+        self._model = serving.model.answers_as(body.model)
         self.generation, self.body = generation, body
         self.reader = reader
         self._shows_reasoning = body.include_reasoning is not False
@@ -393,7 +396,7 @@ class ChatRenderer:
         self._usage, self._continuous = schemas.usage_options(serving, body)
         self._begun: set[int] = set()
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
-        self._columns = serving.columns_of(params)
+        self._columns = serving.model.columns_of(params)
         self._scores_due = params.prompt_logprobs is not None
 
     def reply(self, completions: list[ChoiceOutput], parts: DeferredParts | None = None) -> ChatReply:

@@ -46,7 +46,7 @@ async def followed_prompt(
     named = (body.model_extra or {}).get("session_id")
     conversation = ChatConversation(
         messages=body.messages,
-        model=serving.adapter(body.model),
+        model=serving.model.adapter(body.model),
         options=options,
         session_id=named if isinstance(named, str) else None,
         size=size,

@@ -40,7 +40,8 @@ from tokserve.server.replies.logprobs import NO_ROWS, PackedTopLogprobs, TextLog
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, last_version, versions
 from tokserve.server.replies.reply_metrics import ReplyMetrics
 from tokserve.server.replies.reply_parts import DeferredParts, single_part
-from tokserve.server.serving import FieldPaths, Serving
+from tokserve.server.request_starter import FieldPaths
+from tokserve.server.serving import Serving
 
 ID_PREFIX = "cmpl-"
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, when the field is absent; null is the rest of the context
@@ -104,7 +105,9 @@ async def respond(serving: Serving, request: Request, renderer: type[CompletionR
     """Read the body, generate, and answer with what `renderer` makes of it; None: this module's."""
     call = await read(serving, request)
     body = call.body
-    generation = await serving.start(request, call.generate, call.ids, call.fields, search=search_of(call.beams))
+    generation = await serving.requests.start(
+        request, call.generate, call.ids, call.fields, search=search_of(call.beams)
+    )
     render = (renderer or CompletionRenderer)(serving, generation, body, call.params, call.prompts)
     return await sse.respond(generation, request, render, schemas.ignored_header(call.ignored))
 
@@ -113,9 +116,9 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
     """Read the body, and tokenize its prompts.  `replies` False: the reply is not a completion, and may be msgpack."""
     body, ignored, size = await schemas.read(serving, request, CompletionBody)
     schemas.check_stream(body, replies and wants_msgpack(request))
-    serving.name_request(request, body, is_sent=replies)
+    serving.requests.name_request(request, body, is_sent=replies)
     params = await off_loop(request, size, lambda: with_markers(serving, sampling_params(serving, body)))
-    bare = serving.request_of(request, body, params, text=serving.text, score_each=True)
+    bare = serving.requests.request_of(request, body, params, text=serving.text, score_each=True)
     prompts = await off_loop(request, size, lambda: parse_prompts(body.prompt))
     if len(prompts) * params.n > MAX_CHOICES:
         count = f"{len(prompts)} prompts with n {params.n}"
@@ -157,7 +160,7 @@ def sampling_params(serving: Serving, body: CompletionBody) -> SamplingParams:
     form = structured.requested_format(body.structured_outputs, body.response_format, serving.form_defaults)
     return schemas.sampling(
         body,
-        serving.defaults,
+        serving.model.defaults,
         max_tokens=limit,
         logprobs=num_logprobs,
         prompt_logprobs=num_prompt_logprobs,
@@ -243,7 +246,7 @@ class CompletionRenderer:
     ) -> None:
         self._id = ID_PREFIX + generation.key
         self._created = int(time.time())
-        self._model = serving.answers_as(body.model)
+        self._model = serving.model.answers_as(body.model)
         self._generation = generation
         self._prompts = prompts
         self._tokenizer = serving.tokenizer if serving.text else None
@@ -256,7 +259,7 @@ class CompletionRenderer:
         self._top = params.logprobs
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         self._packs = bool(body.packed_top_logprobs)
-        self._columns = serving.columns_of(params)
+        self._columns = serving.model.columns_of(params)
         self._num_prompt_logprobs = schemas.count(body.prompt_logprobs)
         self._usage, self._continuous = schemas.usage_options(serving, body)
         self._places: dict[int, logprobs.TextOffset] = {}  # by choice that has begun: how far its text has come

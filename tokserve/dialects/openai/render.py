@@ -69,7 +69,7 @@ async def render_chat(serving: Serving, request: Request) -> Response:
 async def rendered_chat(serving: Serving, request: Request, call: chat.ChatCall) -> Response:
     """The token request that a chat call is; the call may come from the body of another route."""
     refuse_beams(call.beams)
-    forbidden = await serving.check(request, call.generate, [call.prompt], call.fields)
+    forbidden = await serving.requests.check(request, call.generate, [call.prompt], call.fields)
     echo = bool(call.body.return_token_ids) or call.params.prompt_logprobs is not None
     request_id = _request_id(request, call.body)
     params = _portable(call.params, forbidden)
@@ -100,7 +100,7 @@ async def render_completions(serving: Serving, request: Request) -> Response:
     """POST /v1/completions/render: the prompts as token requests, one for each"""
     call = await completions.read(serving, request, replies=False)
     refuse_beams(call.beams)
-    forbidden = await serving.check(request, call.generate, call.ids, call.fields)
+    forbidden = await serving.requests.check(request, call.generate, call.ids, call.fields)
     body = call.body
     params = _portable(call.params, forbidden)
     echo = bool(body.return_token_ids or body.echo) or call.params.prompt_logprobs is not None
@@ -156,7 +156,7 @@ def _rendered(
     return Rendered(
         token_ids=ids,
         sampling_params=params,
-        model=body.model or serving.name,
+        model=body.model or serving.model.name,
         request_id=request_id,
         stream_options=options,
         return_token_ids=echo,

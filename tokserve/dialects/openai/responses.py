@@ -34,7 +34,8 @@ from tokserve.server.replies import logprobs, sse
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, versions
 from tokserve.server.replies.reply_metrics import ReplyMetrics
 from tokserve.server.replies.reply_parts import DeferredParts
-from tokserve.server.serving import FieldPaths, Serving
+from tokserve.server.request_starter import FieldPaths
+from tokserve.server.serving import Serving
 
 ID_PREFIX = "resp_"
 LOGPROBS = "message.output_text.logprobs"
@@ -142,7 +143,7 @@ async def create(serving: Serving, request: Request) -> Response:
     """POST /v1/responses: a response with typed items, not stored"""
     responses_call = await read(serving, request)
     call = responses_call.chat
-    generation = await serving.start(request, call.generate, [call.prompt], call.fields)
+    generation = await serving.requests.start(request, call.generate, [call.prompt], call.fields)
     if call.turn is not None:
         call.turn.attach(generation, lambda choice: returned_message(serving, generation, responses_call, choice))
     render = ResponsesRenderer(serving, generation, responses_call)
@@ -286,7 +287,7 @@ class ResponsesRenderer:
     def __init__(self, serving: Serving, generation: Generation, responses_call: ResponsesCall) -> None:
         request_body, call = responses_call.body, responses_call.chat
         self._generation = generation
-        self._model = serving.answers_as(request_body.model)
+        self._model = serving.model.answers_as(request_body.model)
         self._body = request_body
         self._call = call
         self._created = int(time.time())

@@ -261,7 +261,7 @@ async def read(serving: Serving, request: Request, kind: type[Body]) -> tuple[Bo
         return parse(kind, value, strict=serving.config.server.strict)
 
     body, ignored = await off_loop(request, size, work)
-    await serving.find_model(body.model)
+    await serving.model.find(body.model)
     return body, ignored, size
 
 

@@ -45,7 +45,7 @@ async def chat_completions(serving: Serving, request: Request) -> Response:
     body, ignored, size = await schemas.read(serving, request, SglangChatBody)
     schemas.check_stream(body, wants_msgpack(request))
     if body.lora_path is not None:
-        await serving.find_model(body.lora_path)
+        await serving.model.find(body.lora_path)
         body.model = body.lora_path
     if body.return_meta_info:
         if body.stream:

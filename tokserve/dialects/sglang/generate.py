@@ -34,7 +34,8 @@ from tokserve.server.http import body, declared, errors
 from tokserve.server.http.workers import ITEM, off_loop
 from tokserve.server.replies import sse
 from tokserve.server.replies.logprobs import TextOffset
-from tokserve.server.serving import FieldPaths, Serving
+from tokserve.server.request_starter import FieldPaths
+from tokserve.server.serving import Serving
 
 
 class SglangGenerateBody(msgspec.Struct, omit_defaults=True):
@@ -89,11 +90,11 @@ async def generate(serving: Serving, request: Request) -> Response:
     value, size = await serving.bodies.load(request)
     if isinstance(value, dict) and isinstance(name := value.get("rid"), str):
         with suppress(RequestError):  # raised again, when the rest of the body has been checked
-            serving.name_request(request, SimpleNamespace(request_id=name, group_id=None))
+            serving.requests.name_request(request, SimpleNamespace(request_id=name, group_id=None))
     call = await off_loop(request, size + ITEM * _num_prompts(value), lambda: read(serving, value))
     sent = call.body
     lora = _one_value(sent.lora_path, "lora_path")
-    if lora and (not serving.config.lora.enable_lora or serving.adapter(lora) != lora):
+    if lora and (not serving.config.lora.enable_lora or serving.model.adapter(lora) != lora):
         raise invalid("lora_path", "needs the name of a loaded adapter (--enable-lora, /load_lora_adapter)")
     options = {field.name: field.default for field in declared.OPTIONS} | {
         "stream": bool(sent.stream),
@@ -104,12 +105,14 @@ async def generate(serving: Serving, request: Request) -> Response:
         "data_parallel_rank": _rank(sent),
     }
     try:
-        await serving.find_model(lora)
+        await serving.model.find(lora)
         tasks = [with_markers(serving, task) for task in call.tasks]
-        bare = serving.request_of(request, SimpleNamespace(**options), tasks[0], text=serving.text, score_each=True)
+        bare = serving.requests.request_of(
+            request, SimpleNamespace(**options), tasks[0], text=serving.text, score_each=True
+        )
     except RequestError as error:
         raise call.fields.rename(error) from None
-    generation = await serving.start(request, bare, call.prompts, call.fields, tasks=tasks)
+    generation = await serving.requests.start(request, bare, call.prompts, call.fields, tasks=tasks)
     render = GenerateRenderer(
         generation,
         call.forms,
@@ -319,7 +322,7 @@ def _forms(serving: Serving, sent: SglangGenerateBody, prompts: Sequence[Sequenc
     has_masks = sent.return_sampling_mask
     if has_masks is None:
         has_masks = serving.config.model.return_sampling_mask
-    has_drafts = serving.draft_report != "none"
+    has_drafts = serving.config.speculation.per_request_spec_decode_metrics != "none"
     routed = _routed_start(serving, sent, prompts)
     named = _token_ids(sent, count)
     starts = _each(sent.logprob_start_len, count, "logprob_start_len")

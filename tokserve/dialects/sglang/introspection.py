@@ -94,7 +94,7 @@ async def model(serving: Serving, request: Request) -> Response:
     return json(
         {
             "model_path": _model_path(serving),
-            "served_model_name": serving.name,
+            "served_model_name": serving.model.name,
             "tokenizer_path": (options.tokenizer or options.model) if serving.text else None,
             "is_generation": not _pools(serving),
             "preferred_sampling_params": None,
@@ -139,7 +139,7 @@ async def configuration(serving: Serving, request: Request) -> Response:
             "model_path": _model_path(serving),
             "tokenizer_path": model.tokenizer or checkpoint.given_name(model.model),
             "skip_tokenizer_init": not serving.text,
-            "served_model_name": serving.name,
+            "served_model_name": serving.model.name,
             "host": server.host,
             "port": server.port,
             "context_length": ready.max_model_len,

@@ -20,7 +20,8 @@ from tokserve.features.pooling.routes import classify, embeddings, inputs
 from tokserve.features.pooling.routes.inputs import PooledPrompts
 from tokserve.server import compat
 from tokserve.server.http.workers import off_loop
-from tokserve.server.serving import FieldPaths, Serving
+from tokserve.server.request_starter import FieldPaths
+from tokserve.server.serving import Serving
 
 END = {"type": "length", "length": 0}
 

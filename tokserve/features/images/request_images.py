@@ -74,7 +74,7 @@ async def fetched(
         raise RequestError("content_parts: this model takes no images", field="content_parts", code="unsupported")
     try:
         async with CancelOnDisconnect(request.receive):
-            prepared = await reader.fetch(images, serving.client_name(request))
+            prepared = await reader.fetch(images, serving.clients.name(request.scope))
     except RequestError as error:
         error.has_final_path = True
         raise

@@ -24,7 +24,8 @@ from tokserve.server.generation import Usage
 from tokserve.server.http.declared import OPTIONS, model
 from tokserve.server.http.workers import ITEM, off_loop
 from tokserve.server.replies import sse
-from tokserve.server.serving import FieldPaths, Serving
+from tokserve.server.request_starter import FieldPaths
+from tokserve.server.serving import Serving
 
 USED = ("priority", "cache_salt", "group_id", "deadline_ms", "queue_timeout_ms", "data_parallel_rank")
 RETRIED = ("abort_pause", "abort_quarantine", "shutdown")  # ends that are not the client's doing
@@ -70,12 +71,12 @@ async def score(
     params = SamplingParams(
         max_tokens=1, temperature=0.0, logprob_token_ids=body.label_token_ids, logprobs_mode="raw", ignore_eos=True
     )
-    serving.name_request(request, body)
+    serving.requests.name_request(request, body)
     prompts = await off_loop(request, size, lambda: prompts_of(serving, body, query, joins_texts=joins_texts))
-    generate = serving.request_of(request, body, params, text=False)
+    generate = serving.requests.request_of(request, body, params, text=False)
     place = "items[0]" if len(prompts) == 1 else "items"
     paths = FieldPaths(place, others={"logprob_token_ids": "label_token_ids"})
-    generation = await serving.start(request, generate, prompts, paths)
+    generation = await serving.requests.start(request, generate, prompts, paths)
     choices = sorted(await sse.collect(generation, request), key=lambda choice: choice.index)
     softmax = bool(body.apply_softmax)
     rows = await off_loop(request, ITEM * len(choices), lambda: [probabilities(one, softmax) for one in choices])

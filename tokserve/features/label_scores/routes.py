@@ -42,7 +42,7 @@ async def generative_scoring(serving: Serving, request: Request) -> Response:
     body.apply_softmax = body.apply_softmax is not False
     scored = await labels.score(serving, request, body, size, ignored, joins_texts=False)
     data = [LabelScore(index, value) for index, value in enumerate(scored.probabilities[:, 0].tolist())]
-    name = serving.answers_as(body.model)
+    name = serving.model.answers_as(body.model)
     reply = LabelScoresReply(f"generative-scoring-{scored.key}", int(time.time()), name, data, scored.usage)
     return bodies.reply(request, reply, scored.headers)
 

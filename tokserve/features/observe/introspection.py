@@ -99,14 +99,14 @@ async def models(serving: Serving, request: Request) -> Response:
     """GET /v1/models: the names of the model, then the adapters"""
     if serving.config.lora.enable_lora:
         await serving.llm.refresh(FRESH_SECONDS)
-    names = dict.fromkeys([*serving.names, *(adapter.name for adapter in serving.llm.status.adapters)])
+    names = dict.fromkeys([*serving.model.names, *(adapter.name for adapter in serving.llm.status.adapters)])
     return body.reply(request, ModelList([_model(serving, name) for name in names]))
 
 
 async def model(serving: Serving, request: Request) -> Response:
     """GET /v1/models/{id}: a model or an adapter"""
     name: str = request.path_params["id"]
-    await serving.find_model(name)
+    await serving.model.find(name)
     return body.reply(request, _model(serving, name))
 
 
@@ -115,9 +115,9 @@ def _model(serving: Serving, name: str) -> ModelCard:
     owner = "sglang" if serving.config.server.sglang_api else "tokserve"  # routers choose their dialect by it
     base = checkpoint.given_name(serving.config.model.model)
     path = next((adapter.path for adapter in serving.llm.status.adapters if adapter.name == name), None)
-    if path is None and name in serving.names:
+    if path is None and name in serving.model.names:
         return ModelCard(name, created, base, length, owned_by=owner)
-    parent = base if name == serving.name else serving.name
+    parent = base if name == serving.model.name else serving.model.name
     return ModelCard(name, created, path or name, length, parent=parent, owned_by=owner)
 
 

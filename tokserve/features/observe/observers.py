@@ -18,7 +18,7 @@ class ServerObservers(ServerObserver):
     def __init__(self, serving: Serving) -> None:
         llm, config, process = serving.llm, serving.config, serving.api_process
         counters = SharedCounters(process.counters, process.index, config.server.api_server_count)
-        self.metrics = Metrics(llm, config, serving.name, counters)
+        self.metrics = Metrics(llm, config, serving.model.name, counters)
         self._logs = config.logs.log_requests
         if llm.images is not None:
             llm.images.pool.cache.on_lookup = self.metrics.image_lookup

@@ -125,9 +125,9 @@ async def add_draft_corpus(serving: Serving, request: Request) -> Response:
     vocab_size = serving.llm.ready.vocab_size
     size = ID_BYTES * sum(map(len, params.token_ids))
     packed = await off_loop(request, size, lambda: _packed_outputs(params.token_ids, vocab_size))
-    await serving.find_model(params.model)
+    await serving.model.find(params.model)
     reply = await serving.llm.add_draft_corpus(
-        params.draft_group, packed, lora_name=serving.adapter(params.model), cache_salt=params.cache_salt
+        params.draft_group, packed, lora_name=serving.model.adapter(params.model), cache_salt=params.cache_salt
     )
     return body.reply(request, reply)
 

@@ -40,8 +40,8 @@ async def respond(serving: Serving, request: Request, routed_format: RoutedForma
     body, params = await off_loop(request, len(raw), decode)
     free_at_end(request, len(raw), body.token_ids)
     sse.check_format(body.stream, wants_msgpack(request))
-    await serving.find_model(body.model)
-    generate = serving.request_of(request, body, params, text=body.output_mode in ("text", "derender"))
+    await serving.model.find(body.model)
+    generate = serving.requests.request_of(request, body, params, text=body.output_mode in ("text", "derender"))
     ids, paths = prompt_of(body)
     messages = await _messages(serving, request, body, params, ids, generate.request_id)
     prompt: Sequence[int] | bytes | TokenPrompt = ids
@@ -52,7 +52,7 @@ async def respond(serving: Serving, request: Request, routed_format: RoutedForma
             serving, request, body.content_parts, body.features, ids, paths.prompt, salt
         )
     entry_bytes = reply_size.OBJECT_BYTES if body.logprobs_format in (None, "objects") else reply_size.COLUMN_BYTES
-    generation = await serving.start(request, generate, [prompt], paths, entry_bytes=entry_bytes)
+    generation = await serving.requests.start(request, generate, [prompt], paths, entry_bytes=entry_bytes)
     body.token_ids, body.token_ids_b64, body.sampling_params = None, None, UNSET  # what would keep the body
     body.features, expands = None, body.content_parts is not None
     body.content_parts = body.chat_request = body.parse_context = None

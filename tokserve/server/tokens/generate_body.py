@@ -24,7 +24,7 @@ from tokserve.protocol.params import (
 from tokserve.server import compat
 from tokserve.server.http import declared, errors
 from tokserve.server.http.body import decode, malformed, without_mark
-from tokserve.server.serving import FieldPaths
+from tokserve.server.request_starter import FieldPaths
 
 SAMPLING = "sampling_params."
 TEXT_ROUTES = {"prompt": "/v1/completions", "messages": "/v1/chat/completions", "input": "/v1/responses"}  # by field

@@ -109,7 +109,7 @@ class TokenRender:
         self._messages = messages
         self._id = ID_PREFIX + generation.key
         self._serving = serving
-        self._model = serving.answers_as(body.model)
+        self._model = serving.model.answers_as(body.model)
         self._generation = generation
         self._params = params
         self._packed = packed
@@ -130,7 +130,7 @@ class TokenRender:
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         # a delta without tokens has no columns, and a client who requested logprobs gets empty lists
         self._no_rows = Column(b"", stride_of(0), b"", params.computed_mode(serving.config.model.logprobs_mode))
-        self._columns = serving.columns_of(params)
+        self._columns = serving.model.columns_of(params)
         self._form: fields.Form = "lists" if self._format == "objects" else self._format
         if packed:
             self._form = "packed"

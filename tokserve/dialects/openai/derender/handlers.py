@@ -170,7 +170,7 @@ def _request(serving: Serving, kind: type[T], value: Any, field: str, ignored: l
     text_body, ignored_fields = with_prefix(
         field, lambda: schemas.parse(kind, value, strict=serving.config.server.strict)
     )
-    with_prefix(field, lambda: serving.check_model(text_body.model))
+    with_prefix(field, lambda: serving.model.check(text_body.model))
     ignored += ignored_fields
     return text_body
 

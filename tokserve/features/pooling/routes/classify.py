@@ -52,12 +52,12 @@ async def respond(serving: Serving, request: Request, body: ClassifyBody, ignore
     rules = inputs.label_rules(serving)
     if rules.tokens:
         raise RequestError("this model labels tokens: use /pooling", field="model", code=inputs.UNSUPPORTED)
-    serving.name_request(request, body)
+    serving.requests.name_request(request, body)
     prompts = await off_loop(request, size, lambda: inputs.prompts_of(serving, body))
     bytes_of_one = len(rules.labels) * inputs.BYTES_OF_VALUE
     inputs.check_reply(serving, len(prompts) * bytes_of_one, inputs.fields_of(body).prompt, "fewer inputs")
     pooled = await inputs.pool(serving, request, body, rules.params, prompts, inputs.fields_of(body), ignored)
-    name = serving.answers_as(body.model)
+    name = serving.model.answers_as(body.model)
     return await off_loop(request, 1 << 20, lambda: _reply(request, body, rules, pooled, name))
 
 

@@ -20,7 +20,8 @@ from tokserve.features.chat.prompts import Side, cut
 from tokserve.features.pooling.routes import inputs
 from tokserve.server.http import body as bodies
 from tokserve.server.http.workers import off_loop
-from tokserve.server.serving import FieldPaths, Serving
+from tokserve.server.request_starter import FieldPaths
+from tokserve.server.serving import Serving
 
 Type = Literal["float", "binary", "ubinary", "base64"]
 MAX_TEXTS = 4096
@@ -84,7 +85,7 @@ async def embed(serving: Serving, request: Request) -> Response:
         raise invalid("embedding_types", f"binary needs a dimension that is a multiple of 8, and it is {width}")
     texts = _texts(body)
     inputs.check_reply(serving, len(texts) * width * inputs.BYTES_OF_VALUE * len(types), "texts", "fewer texts")
-    serving.name_request(request, body)
+    serving.requests.name_request(request, body)
     prompts = await off_loop(request, size, lambda: _prompts(serving, body, texts))
     if body.input_type is not None:
         if body.input_type not in INPUT_TYPES:

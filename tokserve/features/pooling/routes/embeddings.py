@@ -99,7 +99,7 @@ async def respond(
         rules.check_dimensions(body.dimensions, serving.llm.ready.facts["hidden_size"])
     elif body.dimensions is not None:
         raise RequestError("dimensions is for embeddings", field="dimensions", code=inputs.UNSUPPORTED)
-    serving.name_request(request, body)
+    serving.requests.name_request(request, body)
     prompts = await off_loop(request, size, lambda: inputs.prompts_of(serving, body))
     width = inputs.BYTES_OF_VALUE if body.encoding_format in (None, "float") else BYTES_PACKED
     values = body.dimensions or serving.llm.ready.facts["hidden_size"]
@@ -122,7 +122,7 @@ def _reply(
         rows = [rules.finish(vector, body.use_activation) for vector in pooled.vectors]
     is_pooling = isinstance(body, VectorsBody)
     prefix = "pool" if is_pooling else "embd"
-    about = f"{prefix}-{pooled.key}", int(time.time()), serving.answers_as(body.model)
+    about = f"{prefix}-{pooled.key}", int(time.time()), serving.model.answers_as(body.model)
     if body.encoding_format in ("bytes", "bytes_only"):
         return _packed(rows, about, pooled, body.encoding_format)
     encoded = [inputs.encoded(row, body.encoding_format or "float") for row in rows]

@@ -23,7 +23,8 @@ from tokserve.server import compat
 from tokserve.server.http.declared import OPTIONS, model
 from tokserve.server.http.errors import renamed
 from tokserve.server.replies import sse
-from tokserve.server.serving import FieldPaths, Prompts, Serving
+from tokserve.server.request_starter import FieldPaths, Prompts
+from tokserve.server.serving import Serving
 
 USED = ("priority", "cache_salt", "group_id", "deadline_ms", "queue_timeout_ms", "data_parallel_rank")
 BYTES_OF_VALUE = 24  # of a float in JSON, at most
@@ -211,10 +212,10 @@ async def pool(
     ignored: list[str],
 ) -> PooledPrompts:
     """A vector for each prompt, all of one version of the weights; all of them, or RequestError."""
-    generate = serving.request_of(request, body, params, text=False)
+    generate = serving.requests.request_of(request, body, params, text=False)
     headers = {"X-Request-Id": generate.request_id, **schemas.ignored_header(ignored)}
     for _ in range(MAX_TRIES):
-        generation = await serving.start(request, generate, prompts, fields)
+        generation = await serving.requests.start(request, generate, prompts, fields)
         try:
             choices = sorted(await sse.collect(generation, request), key=lambda choice: choice.index)
             for choice in choices:

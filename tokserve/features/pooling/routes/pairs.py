@@ -17,7 +17,8 @@ from tokserve.features.pooling.routes import inputs
 from tokserve.features.pooling.routes.inputs import PooledPrompts, PoolingBody
 from tokserve.protocol.prompt import TokenPrompt
 from tokserve.server.http.workers import off_loop
-from tokserve.server.serving import FieldPaths, Serving
+from tokserve.server.request_starter import FieldPaths
+from tokserve.server.serving import Serving
 
 MAX_PAIR_TOKENS = 1 << 24  # of all pairs of a request: a long query may be in each
 
@@ -95,7 +96,7 @@ async def score(
     except RequestError as error:
         raise RequestError(error.message, field=sides.fields[1]) from None
     bare = _Prompts(serving, body, sides)
-    serving.name_request(request, body)
+    serving.requests.name_request(request, body)
     if isinstance(rules, VectorRules):
         prompts, paths = await off_loop(request, size, bare.alone)
     else:

@@ -67,7 +67,7 @@ async def rerank(serving: Serving, request: Request) -> Response:
         for index in order[: body.top_n or None]
     ]
     pooled = scored.pooled
-    reply = RerankReply(f"rerank-{pooled.key}", serving.answers_as(body.model), pooled.usage, results)
+    reply = RerankReply(f"rerank-{pooled.key}", serving.model.answers_as(body.model), pooled.usage, results)
     return await off_loop(request, size, lambda: bodies.reply(request, reply, pooled.headers))
 
 

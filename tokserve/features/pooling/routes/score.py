@@ -60,7 +60,9 @@ async def score(serving: Serving, request: Request) -> Response:
     scored = await pairs.score(serving, request, body, sides, size, ignored)
     items = [ScoreItem(index, value) for index, value in enumerate(scored.scores)]
     pooled = scored.pooled
-    reply = ScoreReply(f"score-{pooled.key}", int(time.time()), serving.answers_as(body.model), items, pooled.usage)
+    reply = ScoreReply(
+        f"score-{pooled.key}", int(time.time()), serving.model.answers_as(body.model), items, pooled.usage
+    )
     return bodies.reply(request, reply, pooled.headers)
 
 
