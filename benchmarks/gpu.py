@@ -32,7 +32,7 @@ from tokserve.models import dummy
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import Int32, NewRow, StepPlan
 from tokserve.runner.runner import Runner
-from tokserve.runner.startup import load
+from tokserve.runner.startup import load_runner
 from tokserve.runner.steps import PendingResult
 
 SHAPES = {
@@ -114,7 +114,7 @@ def make(shape: str, layers: int, rows: int, **options: Any) -> Runner:
         **options,
     )
     dummy.values = lambda name, shape, seed, tied: few_values(tuple(shape), shape[-1] ** -0.5)
-    runner, _ = load(config)
+    runner, _ = load_runner(config)
     few_values.cache_clear()
     return runner
 

@@ -29,7 +29,7 @@ from tokserve.config import Config
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import NewRow, StepPlan
 from tokserve.runner.runner import Runner
-from tokserve.runner.startup import load
+from tokserve.runner.startup import load_runner
 
 PAGE = 16
 OWN = 4  # pages of each request's own tokens
@@ -133,7 +133,7 @@ def make_runner(layers: int, members: int, prompt: int) -> Runner:
             kv_cache_memory_bytes=blocks * layers * 2 * 8 * PAGE * 128 * 2,
             spec_method="none",
         )
-        return load(config)[0]
+        return load_runner(config)[0]
 
 
 def measure(runner: Runner, options: argparse.Namespace) -> Iterator[dict[str, float]]:

@@ -29,7 +29,7 @@ from tokserve import (
 from tokserve.base.errors import EngineDead, RequestError, StartError
 from tokserve.client import launch
 from tokserve.client.engine_args import options_of
-from tokserve.features.chat.prompts import ParsedPrompt, Tokenization, read, tokenization
+from tokserve.features.chat.prompts import ParsedPrompt, Tokenization, read_prompt, tokenization
 from tokserve.features.offline.llm import _priorities
 from tokserve.features.pooling.pooling_params import each_pooling
 from tokserve.protocol.messages import EngineRequest
@@ -165,7 +165,7 @@ def test_special_tokens_around_a_text_stay_when_it_is_cut() -> None:
 def test_texts_may_have_no_special_tokens_and_lower_case(llm: LLM) -> None:
     assert llm.tokenizer is not None
     how = tokenization({"do_lower_case": True, "add_special_tokens": False})
-    assert read("One", llm.tokenizer, how).ids == llm.tokenizer.encode("one", False)
+    assert read_prompt("One", llm.tokenizer, how).ids == llm.tokenizer.encode("one", False)
 
 
 def test_options_come_in_an_object_as_well() -> None:

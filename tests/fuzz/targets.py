@@ -102,15 +102,15 @@ async def _generate(request: Request) -> None:
 
 
 async def _chat(request: Request) -> None:
-    await chat.read(SERVING, request)
+    await chat.read_chat(SERVING, request)
 
 
 async def _chat_tokens(request: Request) -> None:
-    await chat.read(SERVING, request, prompt="tokens")
+    await chat.read_chat(SERVING, request, prompt="tokens")
 
 
 async def _completions(request: Request) -> None:
-    await completions.read(SERVING, request)
+    await completions.read_completion(SERVING, request)
 
 
 async def _abort(request: Request) -> None:
@@ -136,8 +136,8 @@ ROUTES: list[Route] = [
     _handler(render.render_completions),
     _handler(handlers.derender_chat),
     _handler(handlers.derender_completions),
-    _handler(responses.read),
-    _handler(anthropic_messages.read),
+    _handler(responses.read_response),
+    _handler(anthropic_messages.read_messages),
     _handler(anthropic_messages.count_tokens),
 ]
 

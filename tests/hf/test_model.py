@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.models.driver import Driver, prefill, random_ids
 from tokserve.base.errors import StartError
-from tokserve.families.hf.load import load
+from tokserve.families.hf.load import load_module
 from tokserve.families.hf.model import TransformersModel
 from tokserve.features.lora.layer import LoraSlots
 from tokserve.features.offline.llm import LLM
@@ -128,7 +128,7 @@ def checkpoint(name: str, directory: Path, **changes: Any) -> PreTrainedModel:
 def converted(directory: Path, **options: Any) -> TransformersModel:
     hf = json.loads((directory / "config.json").read_text())
     defaults: dict[str, Any] = {"dtype": "float32", "head_dtype": "auto", "load_format": "auto", "seed": 0}
-    return load(directory, hf, **{"max_model_len": 512} | defaults | options)
+    return load_module(directory, hf, **{"max_model_len": 512} | defaults | options)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -207,7 +207,7 @@ def test_configs_are_refused_by_name(changes: dict[str, Any], message: str, tmp_
     checkpoint("stablelm", tmp_path)
     hf = json.loads((tmp_path / "config.json").read_text()) | changes
     with pytest.raises(StartError, match=message):
-        load(tmp_path, hf, dtype="float32", head_dtype="auto", load_format="auto", seed=0)
+        load_module(tmp_path, hf, dtype="float32", head_dtype="auto", load_format="auto", seed=0)
 
 
 def test_an_update_has_the_checkpoints_names(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_quantization_options_count(tmp_path: Path) -> None:
 
     def logits(**options: Any) -> torch.Tensor:
         hf = json.loads((tmp_path / "config.json").read_text())
-        model = load(tmp_path, hf, dtype="float32", head_dtype="auto", load_format="auto", seed=0, **options)
+        model = load_module(tmp_path, hf, dtype="float32", head_dtype="auto", load_format="auto", seed=0, **options)
         return prefill(model, ids)
 
     plain, head = logits(), logits(quantize_lm_head=True)

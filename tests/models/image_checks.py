@@ -16,7 +16,7 @@ from tokserve.protocol.images import ImageFormat
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import DeviceFacts
 from tokserve.runner.runner import Runner
-from tokserve.runner.startup import load
+from tokserve.runner.startup import load_runner
 
 Parts = list[list[int] | Picture]
 TEXT = [[5, 9, 13, 200, 7], [31, 4], [77, 8, 19, 250, 44, 3]]
@@ -29,7 +29,7 @@ def kind_of(directory: Path) -> ImageFormat:
 
 
 def loaded(directory: Path, dtype: str, threads: int) -> tuple[Runner, DeviceFacts]:
-    return load(
+    return load_runner(
         Config.make(
             model=str(directory),
             dtype=dtype,

@@ -42,7 +42,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(directory: Path, max_rank: int = 16) -> dict[str, LowRank]:
-    return adapter_files.read(directory, SIZES, HEADLESS, max_rank)
+    return adapter_files.read_adapter(directory, SIZES, HEADLESS, max_rank)
 
 
 def refusal(directory: Path, max_rank: int = 16) -> str:

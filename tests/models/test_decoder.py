@@ -20,7 +20,7 @@ from tokserve.layers.rope import RopeSpec
 from tokserve.models import dummy
 from tokserve.models.block import AROUND
 from tokserve.models.decoder import Decoder
-from tokserve.models.load import build, load
+from tokserve.models.load import build, load_decoder
 from tokserve.models.registry import decoder_spec
 from tokserve.models.weights import load_into
 from tokserve.protocol.kv_spec import KVSpec
@@ -51,7 +51,7 @@ PROJECTIONS = ("self_attn.qkv", "self_attn.out", "mlp.gate_up", "mlp.down")
 
 def make_decoder(family: str, dtype: str = "float32", **changes: Any) -> Decoder:
     hf = tiny_config(family, **changes)
-    return load(Path("/nowhere"), hf, dtype=dtype, head_dtype="auto", load_format="dummy", seed=0)
+    return load_decoder(Path("/nowhere"), hf, dtype=dtype, head_dtype="auto", load_format="dummy", seed=0)
 
 
 def test_kv_specs_have_a_window_where_the_layer_has_one() -> None:

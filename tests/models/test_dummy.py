@@ -10,14 +10,14 @@ from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import checkpoint
 from tokserve.models import dummy, weights
 from tokserve.models.decoder import Decoder
-from tokserve.models.load import load
+from tokserve.models.load import load_decoder
 
 CALIBRATED = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma2", "phi3", "olmo2", "smollm3", "ministral")
 
 
 def make_decoder(family: str, **changes: object) -> Decoder:
     hf = tiny_config(family, **changes)
-    return load(Path("/nowhere"), hf, dtype="float32", head_dtype="auto", load_format="dummy", seed=0)
+    return load_decoder(Path("/nowhere"), hf, dtype="float32", head_dtype="auto", load_format="dummy", seed=0)
 
 
 def test_values_follow_from_name_and_seed() -> None:

@@ -20,7 +20,7 @@ from tokserve.base.errors import RequestError, StartError
 from tokserve.features.images.siglip import SiglipSpec
 from tokserve.features.images.vision import check_image, decode_image, encode_image, image_format
 from tokserve.layers.attention import AttentionSpec
-from tokserve.models.load import load as load_model
+from tokserve.models.load import load_decoder as load_model
 from tokserve.models.registry import decoder_spec
 from tokserve.protocol.images import KIND, Grid
 from tokserve.protocol.prompt import Feature

@@ -22,7 +22,7 @@ from tokserve.families.gguf import tokenizer as gguf_tokenizer
 from tokserve.families.gguf.header import GgufHeader
 from tokserve.features.chat.chat import ChatTemplate
 from tokserve.models.decoder import Decoder
-from tokserve.models.load import load
+from tokserve.models.load import load_decoder
 from tokserve.ops import PackedWna16
 from tokserve.text.tokenizer import Tokenizer
 
@@ -50,7 +50,7 @@ KINDS = [
 def opened(path: Path, **options: Any) -> Decoder:
     directory = checkpoint.locate(str(path))
     options = {"dtype": "float32", "head_dtype": "auto", "load_format": "auto", "seed": 0} | options
-    return load(directory, checkpoint.hf_config(directory), **options)
+    return load_decoder(directory, checkpoint.hf_config(directory), **options)
 
 
 def logprobs(logits: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ def test_a_mixture_is_the_model_that_its_blocks_mean(tmp_path: Path, architectur
     result = logprobs(prefill(decoder, IDS))
     save_file(dequantized, directory / "model.safetensors")
     expected = logprobs(
-        prefill(load(directory, hf, dtype="float32", head_dtype="auto", load_format="auto", seed=0), IDS)
+        prefill(load_decoder(directory, hf, dtype="float32", head_dtype="auto", load_format="auto", seed=0), IDS)
     )
     assert (result - expected).abs().max() < 2e-4
     dense = logprobs(prefill(opened(tmp_path / "m.gguf", quantization="none"), IDS))

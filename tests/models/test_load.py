@@ -18,7 +18,7 @@ from tokserve import ops
 from tokserve.base.errors import StartError
 from tokserve.models import weights
 from tokserve.models.decoder import Decoder
-from tokserve.models.load import load
+from tokserve.models.load import load_decoder
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 UNTIED, TIED = tiny_config("llama"), tiny_config("qwen3")
@@ -28,7 +28,7 @@ IDS = random_ids(20, 320)
 def opened(directory: Path, **options: Any) -> Decoder:
     hf = json.loads((directory / "config.json").read_text())
     options = {"dtype": "float32", "head_dtype": "auto", "load_format": "auto", "seed": 0} | options
-    return load(directory, hf, **options)
+    return load_decoder(directory, hf, **options)
 
 
 def logits(directory: Path, **options: Any) -> Tensor:
@@ -239,7 +239,7 @@ def test_loading_again_replaces_the_weights(tmp_path: Path) -> None:
     new = write_checkpoint(tmp_path / "new", TIED, seed=1)
     parameters = decoder.parameters_by_name()
     tensors = stored(new)
-    weights.check(tensors, parameters, "the update")
+    weights.check_names(tensors, parameters, "the update")
     weights.load_into(parameters, tensors.items())
     assert torch.equal(prefill(decoder, IDS), logits(new))
 

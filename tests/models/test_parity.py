@@ -19,7 +19,7 @@ from tests.models.driver import Driver, cache_argument, prefill, random_ids
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import checkpoint
 from tokserve.models.decoder import Decoder
-from tokserve.models.load import load
+from tokserve.models.load import load_decoder
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -341,7 +341,7 @@ def oracle_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:
 def loaded(directory: Path, dtype: str = "float32", **options: Any) -> Decoder:
     hf = json.loads((directory / "config.json").read_text())
     options = {"head_dtype": "auto", "load_format": "auto", "seed": 0} | options
-    return load(directory, hf, dtype=dtype, **options)
+    return load_decoder(directory, hf, dtype=dtype, **options)
 
 
 @pytest.fixture(scope="module")
@@ -548,5 +548,5 @@ def test_a_qwen3_5_checkpoint_without_its_tower(tmp_path: Path) -> None:
     read = checkpoint.hf_config(tmp_path / "whole")
     assert read == hf | {"architectures": config["architectures"], "vision_config": None}
     ids = random_ids(40, hf["vocab_size"])
-    served = load(tmp_path / "whole", read, dtype="float32", head_dtype="auto", load_format="auto", seed=0)
+    served = load_decoder(tmp_path / "whole", read, dtype="float32", head_dtype="auto", load_format="auto", seed=0)
     assert torch.equal(prefill(served, ids), prefill(loaded(tmp_path / "text"), ids))

@@ -16,7 +16,7 @@ from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import Conflict
 from tokserve.models import weights
 from tokserve.models.dummy import tensors
-from tokserve.models.load import load
+from tokserve.models.load import load_decoder
 from tokserve.models.provenance import Provenance
 from tokserve.rl import checksum, checksums
 
@@ -85,7 +85,7 @@ def test_a_start_knows_what_it_read(family: str, options: dict[str, Any], tmp_pa
     hf = tiny_config(family, dtype="bfloat16")
     directory = write_checkpoint(tmp_path / "c", hf, seed=1, shards=2)
     stored = {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
-    decoder = load(directory, hf, dtype="float32", head_dtype="auto", load_format="auto", seed=0, **options)
+    decoder = load_decoder(directory, hf, dtype="float32", head_dtype="auto", load_format="auto", seed=0, **options)
     digests, aliases = decoder.provenance.checksums(decoder.spec.renames, tied=decoder.spec.tied)
     expected = checksums(stored)
     assert digests == expected | ({HEAD: expected[EMBEDDING]} if decoder.spec.tied else {})
@@ -94,6 +94,6 @@ def test_a_start_knows_what_it_read(family: str, options: dict[str, Any], tmp_pa
 
 def test_drawn_weights(tmp_path: Path) -> None:
     hf = tiny_config("llama")
-    decoder = load(tmp_path, hf, dtype="bfloat16", head_dtype="auto", load_format="dummy", seed=3)
+    decoder = load_decoder(tmp_path, hf, dtype="bfloat16", head_dtype="auto", load_format="dummy", seed=3)
     digests, _ = decoder.provenance.checksums(decoder.spec.renames, tied=False)
     assert digests == checksums(tensors(decoder.parameters_by_name(), 3))

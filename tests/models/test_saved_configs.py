@@ -18,7 +18,7 @@ from tests.models.driver import Driver, prefill, random_ids
 from tests.models.random_configs import every, random_config
 from tokserve import checkpoint
 from tokserve.families.hf.config import with_architecture
-from tokserve.models.load import load
+from tokserve.models.load import load_decoder
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -108,7 +108,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     hf = json.loads((tmp_path / "config.json").read_text())
     edit(hf)
     (tmp_path / "config.json").write_text(json.dumps(hf))
-    decoder = load(
+    decoder = load_decoder(
         tmp_path,
         with_architecture(checkpoint.hf_config(tmp_path)),
         dtype="float32",
@@ -148,7 +148,7 @@ RANDOM = [one if one[1] == 0 else pytest.param(*one, marks=pytest.mark.slow) for
 def test_random_configurations(family: str, seed: int, tmp_path: Path) -> None:
     hf = random_config(family, seed)
     reference = written(tmp_path, hf, seed)
-    decoder = load(
+    decoder = load_decoder(
         tmp_path,
         checkpoint.hf_config(tmp_path),
         dtype="float32",

@@ -23,7 +23,7 @@ from tokserve.models.registry import decoder_spec
 from tokserve.protocol.images import Grid
 from tokserve.protocol.params import SamplingParams
 from tokserve.runner.runner import Runner
-from tokserve.runner.startup import load
+from tokserve.runner.startup import load_runner
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)
@@ -54,7 +54,7 @@ def table_of(runner: Runner) -> FeatureTable:
 def test_an_image_is_encoded_once_until_weights_change(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, tiny_vision_config("qwen3_vl"))
     picture = Picture(kind_of(directory), 4, 6)
-    runner, facts = load(
+    runner, facts = load_runner(
         Config.make(
             model=str(directory),
             dtype="float32",
@@ -128,7 +128,7 @@ def test_a_model_without_its_tower_is_the_text_model(tmp_path: Path) -> None:
     options = {"model": str(directory), "dtype": "float32", "device": "cpu", "max_model_len": 128, "cpu_threads": 1}
     outputs = []
     for overrides in (None, {"vision_config": None}):
-        runner, facts = load(Config.make(**options, max_num_seqs=4, block_size=16, hf_overrides=overrides))
+        runner, facts = load_runner(Config.make(**options, max_num_seqs=4, block_size=16, hf_overrides=overrides))
         assert ("image" in facts.feature_bytes) == (overrides is None) == (runner.model.tower is not None)
         [job] = Driver(runner, facts, 4).run([Job(TEXT[2], SamplingParams(max_tokens=8, temperature=0.0))])
         outputs.append(job.output)

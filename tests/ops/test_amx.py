@@ -22,7 +22,7 @@ from tests.ops.samples import samples
 from tests.ops.test_cpu import CALLS, PACKING, outputs, run
 from tests.tiny_models import tiny_config
 from tokserve import ops
-from tokserve.models.load import load
+from tokserve.models.load import load_decoder
 from tokserve.ops.registry import OPS
 
 _C = pytest.importorskip("tokserve._C")
@@ -340,7 +340,9 @@ def test_a_models_logits_do_not_depend_on_chunks(family: str) -> None:
     ops.bind("cpu", {"*": "cpp"})
     try:
         config = tiny_config(family)
-        decoder = load(Path("/nowhere"), config, dtype="bfloat16", head_dtype="auto", load_format="dummy", seed=0)
+        decoder = load_decoder(
+            Path("/nowhere"), config, dtype="bfloat16", head_dtype="auto", load_format="dummy", seed=0
+        )
         ids = random_ids(75, 320)
         alone, cut = prefill(decoder, ids), Driver(decoder, length=len(ids))
         chunks = [ids[:1], ids[1:18], ids[18:50], *([token] for token in ids[50:])]

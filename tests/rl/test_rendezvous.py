@@ -50,7 +50,7 @@ def test_a_group_of_torch() -> None:
     sending.start()
     group = TransferGroup("gloo", "127.0.0.1", store.port, 1, 2, 60, rendezvous=Rendezvous("torch", "weights"))
     declared = [("a", torch.float32, (5, 3)), ("b", torch.bfloat16, (7,))]
-    received = [tensor.clone() for _, tensor in broadcast.receive(group, declared, packed=False)]
+    received = [tensor.clone() for _, tensor in broadcast.receive_tensors(group, declared, packed=False)]
     sending.join(60)
     assert all(torch.equal(one, other) for one, other in zip(tensors, received, strict=True))
     group.close()

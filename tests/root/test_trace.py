@@ -72,7 +72,7 @@ def test_the_file_is_chromes_format(tmp_path: Path, compress: bool, monkeypatch:
         TraceSpan("a", "x", 9, 1),
     ]
     path = tmp_path / "t.json"
-    trace.write(path, {"displayTimeUnit": "ms"}, trace.events("engine", 7, spans, 1000), compress=compress)
+    trace.write_trace(path, {"displayTimeUnit": "ms"}, trace.events("engine", 7, spans, 1000), compress=compress)
     read = json.loads(gzip.decompress(path.read_bytes()) if compress else path.read_bytes())
     assert read["displayTimeUnit"] == "ms"
     names = [event["args"]["name"] for event in read["traceEvents"] if event["name"].endswith("_name")]
@@ -91,5 +91,5 @@ def test_the_file_is_chromes_format(tmp_path: Path, compress: bool, monkeypatch:
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path, compress: bool) -> None:
     (tmp_path / "a.json.partial").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
-        trace.write(tmp_path / "a.json", {}, [b"{}"], compress=compress)
+        trace.write_trace(tmp_path / "a.json", {}, [b"{}"], compress=compress)
     assert not list(tmp_path.iterdir())

@@ -32,7 +32,7 @@ from tokserve.protocol.plan import (
 from tokserve.protocol.prompt import Feature
 from tokserve.runner import device
 from tokserve.runner.runner import Runner
-from tokserve.runner.startup import load
+from tokserve.runner.startup import load_runner
 
 F = TypeVar("F")
 Row = tuple[float, int, list[int], list[float]]  # logprob, rank, top ids, top logprobs
@@ -54,7 +54,7 @@ def make_runner(directory: Path, hf: dict[str, Any], **options: Any) -> tuple[Ru
         "dtype": "float32",
         "max_logprobs": -1,
     }
-    return load(Config.make(**(defaults | options)))
+    return load_runner(Config.make(**(defaults | options)))
 
 
 def feature(runner: Runner, kind: type[F]) -> F:

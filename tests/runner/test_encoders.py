@@ -22,7 +22,7 @@ from tokserve.config.resolve import resolve
 from tokserve.protocol.params import PoolingParams
 from tokserve.protocol.plan import NewRow
 from tokserve.runner.runner import Runner
-from tokserve.runner.startup import load
+from tokserve.runner.startup import load_runner
 
 SIZES = {
     "vocab_size": 320,
@@ -66,7 +66,7 @@ def checkpoint(directory: Path, family: str, ending: str, **changes: Any) -> Any
 
 def runner_of(directory: Path, **options: Any) -> Runner:
     defaults = {"model": str(directory), "device": "cpu", "max_num_seqs": 8, "cpu_threads": 1, "dtype": "float32"}
-    return load(resolve(Config.make(**(defaults | options))))[0]
+    return load_runner(resolve(Config.make(**(defaults | options))))[0]
 
 
 def pooled(runner: Runner, prompts: list[int], params: PoolingParams) -> dict[int, NDArray[np.float32]]:

@@ -15,7 +15,7 @@ from tokserve.config import LoraConfig, WeightsConfig
 from tokserve.features.lora.adapter_slots import LoraTables
 from tokserve.layers.linear import GatedLinear, Linear
 from tokserve.models.decoder import Decoder
-from tokserve.models.load import load
+from tokserve.models.load import load_decoder
 from tokserve.runner import exactness
 
 
@@ -39,7 +39,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Decoder:
     monkeypatch.setattr(exactness, "SIZES", (1, 64))
     monkeypatch.setattr(exactness, "MOST", 70)
     monkeypatch.setattr(exactness, "LONG", 400)
-    return load(
+    return load_decoder(
         Path(), tiny_config("qwen3"), dtype="float32", head_dtype="auto", load_format="dummy", seed=0, max_model_len=64
     )
 
@@ -102,7 +102,7 @@ def test_experts_that_depend_on_the_batch_are_detected(monkeypatch: pytest.Monke
     monkeypatch.setattr(exactness, "SIZES", (1, 64))
     monkeypatch.setattr(exactness, "MOST", 70)
     hf = tiny_config("qwen3_moe")
-    model = load(Path(), hf, dtype="float32", head_dtype="auto", load_format="dummy", seed=0, max_model_len=64)
+    model = load_decoder(Path(), hf, dtype="float32", head_dtype="auto", load_format="dummy", seed=0, max_model_len=64)
     assert exactness.unequal_products(model) == []
     experts = ops.experts
 
@@ -142,7 +142,7 @@ def test_layers_whose_kernels_do_not_fit_are_named(model: Decoder, monkeypatch: 
 
 def test_latent_attention_that_differs_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     hf = tiny_config("deepseek_v3")
-    model = load(Path(), hf, dtype="float32", head_dtype="auto", load_format="dummy", seed=0, max_model_len=64)
+    model = load_decoder(Path(), hf, dtype="float32", head_dtype="auto", load_format="dummy", seed=0, max_model_len=64)
     pages = [tuple(torch.zeros(9, *shape) for shape in spec.shapes(16)) for spec in model.kv_specs()]
     assert exactness.unequal_attention(model, pages) == []
     attend = ops.latent_attention

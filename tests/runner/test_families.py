@@ -19,7 +19,7 @@ from tests.runner.test_with_engine import RealEngine
 from tests.tiny_families import FAMILIES
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.features.weights.staging import Staging
-from tokserve.models.load import load as load_model
+from tokserve.models.load import load_decoder as load_model
 from tokserve.models.provenance import HEAD
 from tokserve.rl.weight_pairs import named_tensors
 

@@ -21,7 +21,7 @@ from tokserve.features.pooling.pooled_outputs import VectorRules, pooler_of
 from tokserve.protocol.params import PoolingParams, SamplingParams
 from tokserve.protocol.plan import NOT_FINITE, OK, DeviceFacts, NewRow, StepResult
 from tokserve.runner.runner import Runner
-from tokserve.runner.startup import load
+from tokserve.runner.startup import load_runner
 
 LENGTH = 37
 
@@ -131,7 +131,7 @@ def test_a_checkpoint_without_a_head(tmp_path: Path, family: str, kind: str) -> 
 
     def runner(**options: Any) -> Runner:
         common = {"model": str(base), "device": "cpu", "cpu_threads": 1, "max_model_len": 128, "max_num_seqs": 24}
-        return load(resolve(Config.make(**common, **options)))[0]
+        return load_runner(resolve(Config.make(**common, **options)))[0]
 
     def vector(runner: Runner) -> Any:
         return pooled(runner, PoolingParams("last", normalize=False), [LENGTH])[0].values["pooled"][0]

@@ -23,7 +23,7 @@ from tokserve.features.weights.delta_staging import DeltaStaging
 from tokserve.features.weights.rank_sums import RankSums, merged
 from tokserve.layers.parallel import Group, Stage
 from tokserve.models.decoder import Decoder
-from tokserve.models.load import load
+from tokserve.models.load import load_decoder
 from tokserve.rl.deltas import difference
 from tokserve.rl.sums import Sums, set_checksum, tensor_sum
 
@@ -55,7 +55,7 @@ class FakeProcessGroup:
 def opened(directory: Path, tensor: int, stages: int, rank: int) -> Decoder:
     group, stage = Group(rank % tensor, tensor), Stage(rank // tensor, stages)
     options = {"dtype": "bfloat16", "head_dtype": "auto", "load_format": "auto", "seed": 0}
-    return load(directory, checkpoint.hf_config(directory), **options, group=group, stage=stage)  # type: ignore[arg-type]
+    return load_decoder(directory, checkpoint.hf_config(directory), **options, group=group, stage=stage)  # type: ignore[arg-type]
 
 
 class RankedModel:

@@ -37,7 +37,7 @@ from tokserve.protocol.plan import DeviceFacts
 from tokserve.rl import broadcast, checksums
 from tokserve.rl.errors import TransferError
 from tokserve.runner.runner import Runner
-from tokserve.runner.startup import load
+from tokserve.runner.startup import load_runner
 
 Tensors = dict[str, Tensor]
 
@@ -47,7 +47,7 @@ def start(directory: Path, **options: Any) -> tuple[Runner, DeviceFacts]:
         model=str(directory), max_model_len=64, max_num_seqs=4, device="cpu", block_size=16, cpu_threads=1,
         **{"dtype": "float32", "weight_transfer_timeout": 120, **options},
     )  # fmt: skip
-    return load(config)
+    return load_runner(config)
 
 
 def outcome(runner: Runner, facts: DeviceFacts) -> Any:

@@ -158,7 +158,7 @@ def test_a_recursion_error_while_a_body_is_read_is_a_400(server: Site, monkeypat
     def read(*_: Any) -> Any:
         raise RecursionError
 
-    monkeypatch.setattr("tokserve.dialects.sglang.generate.read", read)
+    monkeypatch.setattr("tokserve.dialects.sglang.generate.read_generate", read)
     answer = server.post("/generate", PROMPT)
     assert answer.status_code == 400 and answer.json()["error"]["code"] == 400, answer.text
 

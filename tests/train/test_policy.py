@@ -23,7 +23,7 @@ from tests.train import references
 from tests.train.references import cosine
 from tokserve import SamplingParams, ops
 from tokserve.base.errors import StartError
-from tokserve.models.load import load
+from tokserve.models.load import load_decoder
 from tokserve.protocol.params import PARAMS_REFUSED, PARAMS_WITHOUT_EFFECT
 from tokserve.protocol.params import SamplingParams as SentParams
 from tokserve.runner import processors
@@ -48,7 +48,7 @@ def half(rows: list[list[int]]) -> list[int]:
 
 def expected(directory: Path, dtype: str, sequence: list[int], start: int, temperature: Tensor | None = None) -> Tensor:
     hf = json.loads((directory / "config.json").read_text())
-    decoder = load(directory, hf, dtype=dtype, head_dtype="auto", load_format="auto", seed=0)
+    decoder = load_decoder(directory, hf, dtype=dtype, head_dtype="auto", load_format="auto", seed=0)
     logits = prefill(decoder, sequence)[start - 1 : -1]
     return ops.logprobs(logits, torch.tensor(sequence[start:]), 0, None, temperature)[0]
 
@@ -395,7 +395,7 @@ def test_a_frozen_master_gets_no_gradient() -> None:
 def test_masters_have_the_checkpoints_names_and_values(family: Path) -> None:
     policy = PolicyModel.from_pretrained(family, dtype="bfloat16")
     hf = json.loads((family / "config.json").read_text())
-    decoder = load(family, hf, dtype="float32", head_dtype="auto", load_format="auto", seed=0)
+    decoder = load_decoder(family, hf, dtype="float32", head_dtype="auto", load_format="auto", seed=0)
     assert dict(policy.named_parameters()).keys() == decoder.parameters_by_name().keys()
     assert policy.state_dict().keys() == decoder.parameters_by_name().keys()
     assert all(master.dtype == torch.float32 for master in policy.parameters())

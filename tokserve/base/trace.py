@@ -154,7 +154,7 @@ def _named(kind: str, name: str, process: int, thread: int) -> dict[str, Any]:
     return _event(kind, process, thread) | {"args": {"name": name}}
 
 
-def write(path: Path, header: dict[str, Any], parts: Iterable[bytes], *, compress: bool) -> None:
+def write_trace(path: Path, header: dict[str, Any], parts: Iterable[bytes], *, compress: bool) -> None:
     """Write events, encoded and in parts, as a trace; `header`: the file's other fields.  Raises OSError."""
     opener = gzip.open if compress else open
     partial = path.with_name(path.name + ".partial")

@@ -260,7 +260,7 @@ def _serve(v: dict[str, Any]) -> int:
         return 1 if checked.different else 0
     row, outcomes = serve(load)
     if v["result_json"]:
-        report.write(row, v["result_json"])
+        report.write_row(row, v["result_json"])
     if draw:
         draw(outcomes, v["plot"], f"{row['model_id']}, {row['backend']}, {row['output_throughput']:.0f} output tok/s")
     print(report.table(row, percentiles))
@@ -294,6 +294,6 @@ def _offline(v: dict[str, Any]) -> int:
     options = {name: value for name, value in v.items() if value is not None}
     row = offline(Offline(**taken, temperature=temperature, options=options, dataset=dataset, percentiles=percentiles))
     if path:
-        report.write(row, path)
+        report.write_row(row, path)
     print(report.table(row, percentiles))
     return 0 if row["completed"] else 1

@@ -191,7 +191,7 @@ def check_path(path: str | None, flag: str) -> None:
         raise StartError(f"{flag}: {path} is a directory")
 
 
-def write(row: dict[str, Any], path: str) -> None:
+def write_row(row: dict[str, Any], path: str) -> None:
     """Write the result as one JSON object."""
     try:
         Path(path).write_text(json.dumps(row, allow_nan=False) + "\n")

@@ -21,7 +21,7 @@ OF_TEXT = (  # options of routes with text
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")  # RFC 6454, 6.2
 
 
-def check(config: Config) -> None:
+def check_options(config: Config) -> None:
     """Raise StartError for options that cannot be served together, or name what is not there."""
     _check_ranks(config)
     model = config.model
@@ -82,7 +82,7 @@ def _check_server(config: Config) -> None:
     if config.parallel.data_parallel_backend == "ray" and server.api_server_count > 1:
         raise StartError("data_parallel_backend ray goes with api_server_count 1")
     if server.tool_parser_plugin is None:  # whose names are known when it is loaded
-        parsers.check(server.tool_call_parser, server.reasoning_parser)
+        parsers.check_parsers(server.tool_call_parser, server.reasoning_parser)
     for name in OF_TEXT if server.tokens_only else ():
         if (value := getattr(server, name)) and value not in ("auto", "none"):
             raise StartError(f"{name} has no use with tokens_only")

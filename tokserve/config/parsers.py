@@ -83,7 +83,7 @@ REASONING_SYNONYMS = {
 }
 
 
-def check(tool_call_parser: str, reasoning_parser: str) -> None:
+def check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:
     """Raise StartError for a parser that there is not."""
     options = (
         ("tool_call_parser", tool_call_parser, TOOL_PARSERS),

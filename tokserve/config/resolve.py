@@ -31,7 +31,7 @@ from tokserve.config import (
     ServerConfig,
 )
 from tokserve.config.engine_config import are_gpus_visible
-from tokserve.config.option_checks import check, check_encoder, is_local, is_open
+from tokserve.config.option_checks import check_encoder, check_options, is_local, is_open
 from tokserve.config.room_options import refuse_absent_rooms
 from tokserve.protocol.params import VLLM_LOGPROBS_MODES
 
@@ -101,7 +101,7 @@ def resolve(config: Config) -> Config:
             allowed_hosts=_allowed_hosts(server),
         ),
     )
-    check(resolved)
+    check_options(resolved)
     for _, check_room in contributions("check"):
         check_room(resolved)
     if both_ways:

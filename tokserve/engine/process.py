@@ -59,7 +59,7 @@ class Opening(msgspec.Struct, frozen=True):
         return socket
 
 
-def serve(core: EngineCore, socket: EngineSocket, executor: Executor) -> None:
+def serve_front_ends(core: EngineCore, socket: EngineSocket, executor: Executor) -> None:
     """Turn until a front end asks for the end; asleep when there is nothing to do."""
     executor.watch(socket.wake)
     garbage, memory = FullCollections(), IdleMemory()
@@ -86,7 +86,7 @@ def run(address: str, config: Config, executor: Executor, bind: Callable[[str], 
     core = None
     try:
         core = _start(config, executor, socket)
-        serve(core, socket, executor)
+        serve_front_ends(core, socket, executor)
         core.close()
         executor.close()
         logger.info("stopped")

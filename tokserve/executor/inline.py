@@ -70,9 +70,9 @@ class InlineExecutor:
 
     def _load(self) -> DeviceFacts:
         with no_collections():
-            from tokserve.runner.startup import load  # brings torch
+            from tokserve.runner.startup import load_runner  # brings torch
 
-        self._runner, facts = load(self._config)
+        self._runner, facts = load_runner(self._config)
         return facts
 
     def forward(self, plan: StepPlan) -> None:

@@ -29,7 +29,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 logger = logging.getLogger(__name__)
 
 
-def load(
+def load_decoder(
     directory: Path,
     hf: Mapping[str, Any],
     *,
@@ -121,7 +121,7 @@ def _fill(decoder: Decoder, entries: dict[str, weights.Entry], directory: Path, 
     by_name = decoder.parameters_by_name()
     entries = weights.without_zero_biases(entries, by_name)
     parameters = weights.layout(entries, by_name, decoder.stacked_parameters())
-    weights.check(entries, parameters, str(directory))
+    weights.check_names(entries, parameters, str(directory))
     kept = {name: entry for name, entry in entries.items() if parameters[name].share}
     stored = {name for name, entry in kept.items() if entry.is_stored}
     admit(weights.least_bytes({name: parameters[name] for name in kept}, stored))
@@ -151,7 +151,7 @@ def _scale_cache(decoder: Decoder, scales: dict[str, weights.Entry], quantizatio
         return
     if why := kv_scales.refusal(quantization):
         raise StartError(f"config.json {why}, which float8 is not: leave kv_cache_dtype at auto")
-    kv_scales.apply(decoder, {name: weights.read(entry) for name, entry in scales.items()})
+    kv_scales.apply(decoder, {name: weights.read_tensor(entry) for name, entry in scales.items()})
     if scales:
         logger.info("keys and values are scaled by the checkpoint's numbers before they become float8")
     elif (quantization or {}).get("kv_cache_scheme"):

@@ -226,16 +226,16 @@ def without_zero_biases(entries: Mapping[str, Entry], parameters: Mapping[str, P
         if name in parameters
         or not name.endswith(".bias")
         or not entries.get(name.removesuffix("bias") + "weight", entry).parts
-        or bool(read(entry).any())
+        or bool(read_tensor(entry).any())
     }
 
 
 def equal(one: Entry, other: Entry) -> bool:
     """Whether two stored tensors are the same."""
-    return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(read(one), read(other))
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(read_tensor(one), read_tensor(other))
 
 
-def read(entry: Entry) -> Tensor:
+def read_tensor(entry: Entry) -> Tensor:
     """What the entry means as a tensor of floats."""
     return as_dense(stored(entry))
 
@@ -290,7 +290,7 @@ def source(entry: Entry) -> Tensor:
     """A stored tensor as it is in its file: of a GGUF file's blocks, the bytes [N, bytes of a row]."""
     if entry.source is not None and not entry.source.is_plain:
         return entry.source.raw()
-    return read(entry)
+    return read_tensor(entry)
 
 
 def stream(entries: Mapping[str, Entry], *, mapped: bool = False) -> Iterator[tuple[str, Tensor | StoredWeight]]:
@@ -300,7 +300,7 @@ def stream(entries: Mapping[str, Entry], *, mapped: bool = False) -> Iterator[tu
         yield name, stored(entry, mapped=mapped)
 
 
-def check(entries: Mapping[str, Entry | Tensor], parameters: Mapping[str, Parameter], source: str) -> None:
+def check_names(entries: Mapping[str, Entry | Tensor], parameters: Mapping[str, Parameter], source: str) -> None:
     """Raise one StartError that lists missing, unexpected, misshapen and non-floating tensors, if any.  `source` says
     whose tensors they are."""
     if problems := mismatches(entries, parameters):

@@ -218,7 +218,7 @@ def num_bytes(declared: Declared) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def receive(
+def receive_tensors(
     group: TransferGroup, declared: Sequence[Declared], *, packed: bool, buffer_bytes: int = PACKED_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) in the order of `declared`; each tensor is valid until the next one is requested."""

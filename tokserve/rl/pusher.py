@@ -28,7 +28,7 @@ from .push import (
     num_changed,
     sparse_broadcast,
 )
-from .reader import read, read_whole
+from .reader import open_reader, read_whole
 from .sums import Sums
 from .weight_pairs import Pairs, Weights, copied_parts, in_parts, named_tensors, stay
 
@@ -178,7 +178,7 @@ class Pusher:
         self._commit = {"recompute_kv": True} if recompute_kv else {}
         named = await self._named(weights)
         device = None if self._channel.has_group else "cpu"
-        async with read(named or weights, partial(copied_parts, device=device)) as parts:
+        async with open_reader(named or weights, partial(copied_parts, device=device)) as parts:
             return (await self._send(parts, version))[0]
 
     async def _ask(self) -> ServerTensors:
@@ -250,7 +250,7 @@ class Pusher:
         def parts(pairs: Pairs) -> Iterator[dict[str, Tensor]]:
             return in_parts((name, tensor) for name, tensor, _ in server.copies(pairs, device))
 
-        async with read(weights, parts) as reader:
+        async with open_reader(weights, parts) as reader:
             done, size, elements = await self._send(reader, version)
         self._epoch = done["epoch"]
         return _result(done, "full", (size, elements, elements), None)

@@ -62,7 +62,7 @@ def _prepare(device: int | None) -> None:
 
 
 @asynccontextmanager
-async def read(
+async def open_reader(
     weights: Weights, make: Callable[[Iterator[tuple[str, Tensor]]], Iterator[T]]
 ) -> AsyncIterator[Reader[T]]:
     """What `make` makes of the pairs of `weights`, for `async for`.  Raises as `reading`, and ends as it does."""
@@ -78,5 +78,5 @@ async def read(
 
 async def read_whole(weights: Weights, take: Callable[[Iterator[tuple[str, Tensor]]], T]) -> T:
     """What `take` makes of all the pairs."""
-    async with read(weights, lambda pairs: iter((take(pairs),))) as reader:
+    async with open_reader(weights, lambda pairs: iter((take(pairs),))) as reader:
         return await anext(reader)

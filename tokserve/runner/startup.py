@@ -40,7 +40,7 @@ from tokserve.runner.runner import Runner
 logger = logging.getLogger(__name__)
 
 
-def load(config: Config, ranks: Ranks = ONE) -> tuple[Runner, DeviceFacts]:
+def load_runner(config: Config, ranks: Ranks = ONE) -> tuple[Runner, DeviceFacts]:
     """A runner that is ready to serve, one of several with `ranks`.  Raises StartError."""
     try:
         return _load(config, ranks)
@@ -154,7 +154,7 @@ def _model(target: Device | Accelerator, ranks: Ranks, config: Config) -> Decode
         if options.model_impl == "auto" and not is_classifier(hf) and ranks.size == 1:
             return _through_transformers(directory, hf, refusal, common)
         raise
-    return models.load(
+    return models.load_decoder(
         directory,
         hf,
         has_float8=target.has_float8,

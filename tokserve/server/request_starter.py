@@ -297,7 +297,7 @@ class RequestStarter:
                 routed_bytes=ready.facts.get("routed_bytes", 0),
             )
         try:
-            reply_size.check(size, self._config.limits.max_reply_bytes, tasks[-1])
+            reply_size.check_reply_size(size, self._config.limits.max_reply_bytes, tasks[-1])
         except RequestError as error:
             raise fields.rename(error) from None
 

@@ -84,9 +84,9 @@ def drawn(
     return TrainedAdapter(config, {module: scale for module in sizes if lora_a_name(module) in factors}, factors)
 
 
-def read(directory: Path, sizes: Sizes, renames: tuple[tuple[str, str], ...]) -> TrainedAdapter:
+def read_adapter(directory: Path, sizes: Sizes, renames: tuple[tuple[str, str], ...]) -> TrainedAdapter:
     """An adapter that PEFT or `write` wrote.  Raises RequestError."""
-    weights = adapter_files.read(directory, sizes, renames, MAX_RANK)
+    weights = adapter_files.read_adapter(directory, sizes, renames, MAX_RANK)
     factors: dict[str, Tensor] = {}
     for module, pair in weights.items():
         factors[lora_a_name(module)], factors[lora_b_name(module)] = pair.down.float().clone(), pair.up.float().clone()
@@ -99,7 +99,7 @@ def tensors_of(adapter: TrainedAdapter, parameters: Mapping[str, Tensor]) -> dic
     return {PREFIX + name: parameters[name].detach().contiguous() for name in adapter.factors}
 
 
-def write(directory: Path, adapter: TrainedAdapter, parameters: Mapping[str, Tensor]) -> None:
+def write_adapter(directory: Path, adapter: TrainedAdapter, parameters: Mapping[str, Tensor]) -> None:
     """The adapter with these parameters' values as a PEFT directory."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CONFIG).write_text(json.dumps(adapter.config, indent=2) + "\n", encoding="utf-8")

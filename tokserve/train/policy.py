@@ -129,7 +129,7 @@ class PolicyModel(nn.Module):
         source = checkpoint.locate(str(directory), weights=load_format != "dummy")
         config = checkpoint.hf_config(source)
         trainable_spec(config)
-        decoder = load.load(
+        decoder = load.load_decoder(
             source,
             config,
             dtype=dtype,
@@ -172,7 +172,7 @@ class PolicyModel(nn.Module):
     def load_adapter(self, directory: str | Path) -> None:
         """Likewise an adapter from a PEFT directory.  Raises RequestError."""
         modules = self._modules_of_decoder
-        self._adapt(adapters.read(Path(directory), modules.sizes(), modules.renames))
+        self._adapt(adapters.read_adapter(Path(directory), modules.sizes(), modules.renames))
 
     def _adapt(self, adapter: TrainedAdapter) -> None:
         if self._adapter is not None:
@@ -188,7 +188,7 @@ class PolicyModel(nn.Module):
         """Write the adapter as a PEFT directory, which `load_lora_adapter` of a server takes.  Raises ValueError."""
         if self._adapter is None:
             raise ValueError("the policy has no adapter")
-        adapters.write(Path(directory), self._adapter, dict(self.named_parameters()))
+        adapters.write_adapter(Path(directory), self._adapter, dict(self.named_parameters()))
 
     def adapter_state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The adapter_config.json and the tensors of the adapter, as `push_adapter` takes them.  Raises ValueError."""
@@ -305,7 +305,7 @@ def _masters(directory: Path, decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
         if entry is None or entry.is_stored or entry.dtype not in FLOATS.values():
             what = "stored in parts" if entry is None else entry.source.kind if entry.source else entry.dtype
             raise StartError(f"{name} is {what}: a quantized checkpoint cannot be trained")
-        master = torch.empty(entry.shape, dtype=torch.float32).copy_(weights.read(entry))
+        master = torch.empty(entry.shape, dtype=torch.float32).copy_(weights.read_tensor(entry))
         if name in stacked:
             yield from ((part, view.clone()) for part, view in stacked[name].parts(master).items())
         else:

@@ -90,13 +90,13 @@ def trainable_spec(hf: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json.  Raises StartError, which names the architecture, if it has no backward pass here."""
     spec = decoder_spec(hf)
     try:
-        check(spec)
+        check_spec(spec)
     except StartError as error:
         raise StartError(f"{', '.join(ConfigReader(hf).texts('architectures'))}: {error}") from error
     return spec
 
 
-def check(spec: DecoderSpec) -> None:
+def check_spec(spec: DecoderSpec) -> None:
     """Raise StartError, naming the attribute, if part of the decoder has no gradient here."""
     for number, block in enumerate(spec.blocks):
         if isinstance(block.attention, GatedDeltaSpec | ShortConvSpec):

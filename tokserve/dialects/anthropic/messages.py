@@ -70,9 +70,9 @@ class ChatRequest(NamedTuple):
     ignored: list[str]
 
 
-async def create(serving: Serving, request: Request) -> Response:
+async def create_message(serving: Serving, request: Request) -> Response:
     """POST /v1/messages: a message in the format of Anthropic's API"""
-    call = await read(serving, request)
+    call = await read_messages(serving, request)
     generation = await serving.requests.start(request, call.generate, [call.prompt], call.fields)
     if call.turn is not None:
         call.turn.attach(generation, lambda choice: returned_message(generation, call, choice))
@@ -83,7 +83,7 @@ async def create(serving: Serving, request: Request) -> Response:
 
 async def count_tokens(serving: Serving, request: Request) -> Response:
     """POST /v1/messages/count_tokens: the number of tokens of the prompt"""
-    request_body, ignored, size = await schemas.read(serving, request, CountTokensBody)
+    request_body, ignored, size = await schemas.read_body(serving, request, CountTokensBody)
 
     converted = await off_loop(request, size, lambda: _as_chat(serving, request_body))
     try:
@@ -97,12 +97,12 @@ async def count_tokens(serving: Serving, request: Request) -> Response:
 
 async def render(serving: Serving, request: Request) -> Response:
     """POST /v1/messages/render: the messages as a token request"""
-    return await token_requests.rendered_chat(serving, request, await read(serving, request, replies=False))
+    return await token_requests.rendered_chat(serving, request, await read_messages(serving, request, replies=False))
 
 
-async def read(serving: Serving, request: Request, *, replies: bool = True) -> ChatCall:
+async def read_messages(serving: Serving, request: Request, *, replies: bool = True) -> ChatCall:
     """The chat call made from the body; errors name the fields of the body."""
-    request_body, ignored, size = await schemas.read(serving, request, MessagesBody)
+    request_body, ignored, size = await schemas.read_body(serving, request, MessagesBody)
     sse.check_format(request_body.stream, replies and body.wants_msgpack(request))
     converted = await off_loop(request, size, lambda: _as_chat(serving, request_body))
     try:
@@ -155,7 +155,7 @@ def _as_chat(serving: Serving, request_body: CountTokensBody) -> ChatRequest:
             f"{field}: a final message of the assistant cannot be continued in this format, which begins anew",
             field=field,
         )
-    tools.check(fields["tools"], fields["tool_choice"])
+    tools.check_tools(fields["tools"], fields["tool_choice"])
     return ChatRequest(
         ChatBody.model_construct(**fields), ChatPaths(conversation.fields, tool_list.shown_fields()), ignored
     )

@@ -14,7 +14,7 @@ ENDPOINTS = (
     Endpoint(
         POST,
         "/v1/messages",
-        messages.create,
+        messages.create_message,
         MessagesBody,
         text=True,
         reply=MessagesReply,

@@ -145,12 +145,12 @@ class ChatChunk(msgspec.Struct):
 
 async def chat(serving: Serving, request: Request) -> Response:
     """POST /v1/chat/completions: a chat completion"""
-    return await respond(serving, request, await read(serving, request))
+    return await respond(serving, request, await read_chat(serving, request))
 
 
 async def chat_tokens(serving: Serving, request: Request) -> Response:
     """POST /v1/chat/completions/tokens: a chat completion from the prompt's ids; messages are not rendered"""
-    return await respond(serving, request, await read(serving, request, prompt="tokens"))
+    return await respond(serving, request, await read_chat(serving, request, prompt="tokens"))
 
 
 class ChatCall(NamedTuple):
@@ -198,10 +198,10 @@ def follow(serving: Serving, generation: Generation, call: ChatCall) -> None:
     call.turn.attach(generation, message)
 
 
-async def read(serving: Serving, request: Request, *, prompt: str = "messages", replies: bool = True) -> ChatCall:
+async def read_chat(serving: Serving, request: Request, *, prompt: str = "messages", replies: bool = True) -> ChatCall:
     """The body with its messages as ids.  `prompt`: the field with the prompt, `messages` or one with ids.  `replies`
     False: what comes back is no chat reply, and may be msgpack."""
-    body, ignored, size = await schemas.read(serving, request, ChatBody)
+    body, ignored, size = await schemas.read_body(serving, request, ChatBody)
     schemas.check_stream(body, replies and wants_msgpack(request))
     return await call_of(serving, request, body, ignored, size, prompt, replies=replies)
 
@@ -217,7 +217,7 @@ async def call_of(
     replies: bool = True,
 ) -> ChatCall:
     """What a body that has passed `schemas.parse` comes to.  `size`: its bytes; `source`: the field with the prompt;
-    `replies`: as of `read`."""
+    `replies`: as of `read_chat`."""
     serving.requests.check_generates()
     serving.requests.name_request(request, body, is_sent=replies)
 

@@ -103,7 +103,7 @@ async def completions(serving: Serving, request: Request) -> Response:
 
 async def respond(serving: Serving, request: Request, renderer: type[CompletionRenderer] | None = None) -> Response:
     """Read the body, generate, and answer with what `renderer` makes of it; None: this module's."""
-    call = await read(serving, request)
+    call = await read_completion(serving, request)
     body = call.body
     generation = await serving.requests.start(
         request, call.generate, call.ids, call.fields, search=search_of(call.beams)
@@ -112,9 +112,9 @@ async def respond(serving: Serving, request: Request, renderer: type[CompletionR
     return await sse.respond(generation, request, render, schemas.ignored_header(call.ignored))
 
 
-async def read(serving: Serving, request: Request, *, replies: bool = True) -> CompletionCall:
+async def read_completion(serving: Serving, request: Request, *, replies: bool = True) -> CompletionCall:
     """Read the body, and tokenize its prompts.  `replies` False: the reply is not a completion, and may be msgpack."""
-    body, ignored, size = await schemas.read(serving, request, CompletionBody)
+    body, ignored, size = await schemas.read_body(serving, request, CompletionBody)
     schemas.check_stream(body, replies and wants_msgpack(request))
     serving.requests.name_request(request, body, is_sent=replies)
     params = await off_loop(request, size, lambda: with_markers(serving, sampling_params(serving, body)))

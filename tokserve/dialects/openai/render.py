@@ -62,7 +62,7 @@ class TokenizerDescription(msgspec.Struct):
 
 async def render_chat(serving: Serving, request: Request) -> Response:
     """POST /v1/chat/completions/render: the chat as a token request"""
-    call = await chat.read(serving, request, replies=False)
+    call = await chat.read_chat(serving, request, replies=False)
     return await rendered_chat(serving, request, call)
 
 
@@ -92,13 +92,13 @@ async def rendered_chat(serving: Serving, request: Request, call: chat.ChatCall)
 
 async def render_responses(serving: Serving, request: Request) -> Response:
     """POST /v1/responses/render: the input as a token request"""
-    call = (await responses.read(serving, request, replies=False)).chat
+    call = (await responses.read_response(serving, request, replies=False)).chat
     return await rendered_chat(serving, request, call)
 
 
 async def render_completions(serving: Serving, request: Request) -> Response:
     """POST /v1/completions/render: the prompts as token requests, one for each"""
-    call = await completions.read(serving, request, replies=False)
+    call = await completions.read_completion(serving, request, replies=False)
     refuse_beams(call.beams)
     forbidden = await serving.requests.check(request, call.generate, call.ids, call.fields)
     body = call.body

@@ -139,9 +139,9 @@ class ResponsesReply(msgspec.Struct, kw_only=True):
     metrics: ReplyMetrics | UnsetType = UNSET
 
 
-async def create(serving: Serving, request: Request) -> Response:
+async def create_response(serving: Serving, request: Request) -> Response:
     """POST /v1/responses: a response with typed items, not stored"""
-    responses_call = await read(serving, request)
+    responses_call = await read_response(serving, request)
     call = responses_call.chat
     generation = await serving.requests.start(request, call.generate, [call.prompt], call.fields)
     if call.turn is not None:
@@ -175,9 +175,9 @@ async def stored(serving: Serving, request: Request) -> Response:
     )
 
 
-async def read(serving: Serving, request: Request, *, replies: bool = True) -> ResponsesCall:
-    """The body, and the chat call made from it; errors name the fields of the body.  `replies` as of `chat.read`."""
-    request_body, ignored, size = await schemas.read(serving, request, ResponsesBody)
+async def read_response(serving: Serving, request: Request, *, replies: bool = True) -> ResponsesCall:
+    """The body, and the chat call made from it; errors name the fields of the body.  `replies`: see `read_chat`."""
+    request_body, ignored, size = await schemas.read_body(serving, request, ResponsesBody)
     schemas.check_stream(request_body, replies and body.wants_msgpack(request))
     if isinstance(request_body.input, list):
         serving.state_of(TextContext).check_messages(request_body.input, "input")
@@ -189,7 +189,7 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> R
         _add_input(request_body, conversation)
         chat_tools = table.for_chat(request_body.tool_choice)
         as_chat = _as_chat(request_body, conversation, chat_tools, serving.config.model.return_sampling_mask)
-        tools.check(as_chat.tools, as_chat.tool_choice)
+        tools.check_tools(as_chat.tools, as_chat.tool_choice)
         return chat_tools, as_chat
 
     try:

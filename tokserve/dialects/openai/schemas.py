@@ -248,7 +248,7 @@ class DetokenizeBody(RequestBody):
     skip_special_tokens: bool | None = None
 
 
-async def read(serving: Serving, request: Request, kind: type[Body]) -> tuple[Body, list[str], int]:
+async def read_body(serving: Serving, request: Request, kind: type[Body]) -> tuple[Body, list[str], int]:
     """A request's body, the names of the fields that are ignored, and its size in bytes.  Raises `RequestError`."""
     value, size = await serving.bodies.load(request)
 
@@ -275,7 +275,7 @@ def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str
         raise errors.from_pydantic(error, value) from None
     ignored, unknown = _without_effect(body, value.get("n"))
     if isinstance(body, ChatBody):
-        tools.check(body.tools, body.tool_choice)
+        tools.check_tools(body.tools, body.tool_choice)
     elif isinstance(body, TokenizeBody):
         tools.check_functions(body.tools or [])
     known = [*kind.model_fields]

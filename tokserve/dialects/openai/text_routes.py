@@ -16,7 +16,7 @@ ENDPOINTS = (
     Endpoint(
         POST,
         "/v1/responses",
-        responses.create,
+        responses.create_response,
         schemas.ResponsesBody,
         text=True,
         reply=responses.ResponsesReply,

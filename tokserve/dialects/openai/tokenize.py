@@ -35,7 +35,7 @@ class DetokenizeReply(msgspec.Struct):
 
 async def tokenize(serving: Serving, request: Request) -> Response:
     """POST /tokenize: the ids of a text or of a chat"""
-    return await respond(serving, request, *await schemas.read(serving, request, TokenizeBody))
+    return await respond(serving, request, *await schemas.read_body(serving, request, TokenizeBody))
 
 
 async def respond(
@@ -68,7 +68,7 @@ def _encoded(serving: Serving, request_body: TokenizeBody) -> list[int]:
 
 async def detokenize(serving: Serving, request: Request) -> Response:
     """POST /detokenize: the text of ids"""
-    request_body, ignored, size = await schemas.read(serving, request, DetokenizeBody)
+    request_body, ignored, size = await schemas.read_body(serving, request, DetokenizeBody)
     skip = bool(request_body.skip_special_tokens)
 
     def work() -> Response:

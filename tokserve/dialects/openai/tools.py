@@ -157,7 +157,7 @@ class ToolChoice(NamedTuple):
     allowed: tuple[str, ...] | None = None
 
 
-def check(tools: list[dict[str, Any]] | None, choice: Any) -> None:
+def check_tools(tools: list[dict[str, Any]] | None, choice: Any) -> None:
     """Refuse invalid tools and an invalid tool_choice.  `choice`: the body's tool_choice."""
     check_functions(tools or [])
     mode, name, allowed = _parse_choice(choice)

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from tokserve.base.errors import RequestError, invalid
 from tokserve.dialects.sglang.control import loaded_adapters
-from tokserve.dialects.sglang.replies import json, read
+from tokserve.dialects.sglang.replies import json, read_body
 from tokserve.features.weights import open_updates
 from tokserve.server.http import errors, workers
 from tokserve.server.serving import Serving
@@ -62,7 +62,7 @@ class AdapterTensorsBody(msgspec.Struct):
 
 async def load_adapter_tensors(serving: Serving, request: Request) -> Response:
     """POST /load_lora_adapter_from_tensors: load an adapter from tensors in the body"""
-    params, headers = await read(serving, request, AdapterTensorsBody)
+    params, headers = await read_body(serving, request, AdapterTensorsBody)
     errors.refuse_unsupported("added_tokens_config", params.added_tokens_config)
     errors.refuse_unsupported("expected_checksums", params.expected_checksums)
     if params.load_format not in FORMATS:

@@ -42,7 +42,7 @@ class SglangChatBody(schemas.ChatBody):
 
 async def chat_completions(serving: Serving, request: Request) -> Response:
     """POST /v1/chat/completions: a chat completion; `input_ids` are a prompt, choices have `meta_info`"""
-    body, ignored, size = await schemas.read(serving, request, SglangChatBody)
+    body, ignored, size = await schemas.read_body(serving, request, SglangChatBody)
     schemas.check_stream(body, wants_msgpack(request))
     if body.lora_path is not None:
         await serving.model.find(body.lora_path)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from tokserve.base.errors import LONGEST_SHOWN, Conflict, RequestError, invalid
 from tokserve.dialects.sglang import weights
-from tokserve.dialects.sglang.replies import json, read
+from tokserve.dialects.sglang.replies import json, read_body
 from tokserve.dialects.sglang.state import SglangState
 from tokserve.features.weights.weight_routes import reset_weights
 from tokserve.protocol.commands import MOST_STEPS
@@ -86,7 +86,7 @@ class ContinueBody(msgspec.Struct):
 
 async def pause_generation(serving: Serving, request: Request) -> Response:
     """POST /pause_generation: stop generating"""
-    params, headers = await read(serving, request, PauseGenerationBody)
+    params, headers = await read_body(serving, request, PauseGenerationBody)
     if params.mode not in PAUSES:
         raise invalid("mode", f"must be one of {', '.join(PAUSES)}, got {params.mode[:LONGEST_SHOWN]!r}")
     await serving.llm.pause_generation(mode=PAUSES[params.mode], clear_cache=params.mode == "abort")
@@ -95,7 +95,7 @@ async def pause_generation(serving: Serving, request: Request) -> Response:
 
 async def continue_generation(serving: Serving, request: Request) -> Response:
     """POST /continue_generation: commit a weight update of several calls, and resume"""
-    _, headers = await read(serving, request, ContinueBody)
+    _, headers = await read_body(serving, request, ContinueBody)
     await weights.commit_open(serving)
     await serving.llm.resume_generation()
     return json({"message": "Generation continued successfully.", "status": "ok"}, headers)
@@ -103,7 +103,7 @@ async def continue_generation(serving: Serving, request: Request) -> Response:
 
 async def abort_request(serving: Serving, request: Request) -> Response:
     """POST /abort_request: end requests with their output so far; the reply is empty, also for an unknown id"""
-    params, headers = await read(serving, request, AbortRequestBody)
+    params, headers = await read_body(serving, request, AbortRequestBody)
     if params.abort_all:
         await serving.llm.abort_all()
     elif params.request_id and params.prefix:
@@ -117,7 +117,7 @@ async def abort_request(serving: Serving, request: Request) -> Response:
 
 async def flush_cache(serving: Serving, request: Request) -> Response:
     """GET or POST /flush_cache: text; 400 while requests run, or wait without a pause, after `timeout` seconds"""
-    params, headers = await read(serving, request, FlushBody)
+    params, headers = await read_body(serving, request, FlushBody)
     if params.timeout is not None and not 0 <= params.timeout <= LONGEST_WAIT:
         raise invalid("timeout", f"must be 0 to {LONGEST_WAIT:g} seconds")
     end = asyncio.get_running_loop().time() + (params.timeout or 0.0)
@@ -139,7 +139,7 @@ async def _num_busy(serving: Serving) -> int:
 
 async def release_memory_occupation(serving: Serving, request: Request) -> Response:
     """POST /release_memory_occupation: release memory"""
-    params, headers = await read(serving, request, MemoryBody)
+    params, headers = await read_body(serving, request, MemoryBody)
     memory = _memory(params)
     if memory:
         await serving.llm.call("release_memory", tags=memory, mode="abort")
@@ -148,7 +148,7 @@ async def release_memory_occupation(serving: Serving, request: Request) -> Respo
 
 async def resume_memory_occupation(serving: Serving, request: Request) -> Response:
     """POST /resume_memory_occupation: without weights, requests wait until some are pushed"""
-    params, headers = await read(serving, request, MemoryBody)
+    params, headers = await read_body(serving, request, MemoryBody)
     if memory := _memory(params):
         await serving.llm.wake_up([*memory, "scheduling"] if set(memory) == set(MEMORY) else memory)
     return json(None, headers)
@@ -160,14 +160,14 @@ def _memory(params: MemoryBody) -> list[str]:
 
 async def load_lora_adapter(serving: Serving, request: Request) -> Response:
     """POST /load_lora_adapter: load an adapter"""
-    params, headers = await read(serving, request, LoadAdapterRouteBody)
+    params, headers = await read_body(serving, request, LoadAdapterRouteBody)
     await serving.llm.load_lora_adapter(params.lora_name, params.lora_path)
     return json(await loaded_adapters(serving, f"LoRA adapter '{params.lora_name}' loaded"), headers)
 
 
 async def unload_lora_adapter(serving: Serving, request: Request) -> Response:
     """POST /unload_lora_adapter: unload an adapter"""
-    params, headers = await read(serving, request, UnloadAdapterRouteBody)
+    params, headers = await read_body(serving, request, UnloadAdapterRouteBody)
     await serving.llm.unload_lora_adapter(params.lora_name)
     return json(await loaded_adapters(serving, f"LoRA adapter '{params.lora_name}' unloaded"), headers)
 
@@ -181,7 +181,7 @@ async def loaded_adapters(serving: Serving, message: str) -> dict[str, Any]:
 
 async def weights_checker(serving: Serving, request: Request) -> Response:
     """POST /weights_checker: checksums in memory, `compare` with this API process' last `snapshot`, `reset_tensors`"""
-    params, headers = await read(serving, request, WeightsCheckerBody)
+    params, headers = await read_body(serving, request, WeightsCheckerBody)
     if params.action not in ("checksum", "snapshot", "compare", "reset_tensors"):
         raise invalid("action", "must be checksum, snapshot, compare or reset_tensors")
     if params.action == "reset_tensors":
@@ -205,7 +205,7 @@ async def weights_checker(serving: Serving, request: Request) -> Response:
 
 async def start_profile(serving: Serving, request: Request) -> Response:
     """POST /start_profile: start to record a profile"""
-    params, headers = await read(serving, request, ProfileBody)
+    params, headers = await read_body(serving, request, ProfileBody)
     if params.num_steps is not None and not 1 <= params.num_steps <= MOST_STEPS:
         raise invalid("num_steps", f"must be 1 to {MOST_STEPS}")
     started = await serving.llm.start_profile(max_iterations=params.num_steps)

@@ -91,7 +91,7 @@ async def generate(serving: Serving, request: Request) -> Response:
     if isinstance(value, dict) and isinstance(name := value.get("rid"), str):
         with suppress(RequestError):  # raised again, when the rest of the body has been checked
             serving.requests.name_request(request, SimpleNamespace(request_id=name, group_id=None))
-    call = await off_loop(request, size + ITEM * _num_prompts(value), lambda: read(serving, value))
+    call = await off_loop(request, size + ITEM * _num_prompts(value), lambda: read_generate(serving, value))
     sent = call.body
     lora = _one_value(sent.lora_path, "lora_path")
     if lora and (not serving.config.lora.enable_lora or serving.model.adapter(lora) != lora):
@@ -172,12 +172,14 @@ def _rank(sent: SglangGenerateBody) -> int | None:
     return sent.data_parallel_rank if sent.routed_dp_rank is None else sent.routed_dp_rank
 
 
-def read(serving: Serving, value: Any) -> GenerateCall:
+def read_generate(serving: Serving, value: Any) -> GenerateCall:
     """Check a decoded body and tokenize its texts.  Raises `RequestError` naming the field."""
     sent, ignored = _body(value)
     prompts, field, batched = prompts_of(serving, sent)
     params = [
-        sampling.read(one, f"sampling_params[{index}]" if isinstance(sent.sampling_params, list) else "sampling_params")
+        sampling.read_sampling(
+            one, f"sampling_params[{index}]" if isinstance(sent.sampling_params, list) else "sampling_params"
+        )
         for index, one in enumerate(_each(sent.sampling_params, len(prompts), "sampling_params"))
     ]
     if any((one.max_new_tokens or 0) < 0 for one in params):

@@ -71,7 +71,7 @@ class SeparatedReasoning(msgspec.Struct):
 
 async def parse_function_call(serving: Serving, request: Request) -> Response:
     """POST /parse_function_call: the tool calls in a text, and the text without them"""
-    body, ignored, size = await schemas.read(serving, request, ParseCallsBody)
+    body, ignored, size = await schemas.read_body(serving, request, ParseCallsBody)
 
     def work() -> Response:
         given = [{"type": "function"} | tool for tool in body.tools]
@@ -86,7 +86,7 @@ async def parse_function_call(serving: Serving, request: Request) -> Response:
 
 async def separate_reasoning(serving: Serving, request: Request) -> Response:
     """POST /separate_reasoning: the reasoning in a text, and the text without it"""
-    body, ignored, size = await schemas.read(serving, request, SeparateReasoningBody)
+    body, ignored, size = await schemas.read_body(serving, request, SeparateReasoningBody)
     if body.return_blocks:
         raise invalid("return_blocks", "is not supported: the reasoning is one text", code="unsupported")
 

@@ -46,7 +46,7 @@ class SglangVector(msgspec.Struct):
 
 async def classify_route(serving: Serving, request: Request) -> Response:
     """POST /classify: a classifier's logits for each text; with `input`, as vLLM has this route"""
-    body, ignored, size = await schemas.read(serving, request, SglangPoolingBody)
+    body, ignored, size = await schemas.read_body(serving, request, SglangPoolingBody)
     if body.text is None and body.input_ids is None:
         if body.given_id is not None or body.dimensions is not None:
             raise RequestError("rid and dimensions come with text or input_ids", field="input_ids")
@@ -56,7 +56,7 @@ async def classify_route(serving: Serving, request: Request) -> Response:
 
 async def encode(serving: Serving, request: Request) -> Response:
     """POST /encode: a vector for each text, or a classifier's logits"""
-    body, ignored, size = await schemas.read(serving, request, SglangPoolingBody)
+    body, ignored, size = await schemas.read_body(serving, request, SglangPoolingBody)
     if body.text is None and body.input_ids is None:
         raise RequestError("text or input_ids is required", field="input_ids")
     return await _respond(serving, request, body, ignored, size, inputs.any_rules(serving))
@@ -64,7 +64,7 @@ async def encode(serving: Serving, request: Request) -> Response:
 
 async def embed(serving: Serving, request: Request) -> Response:
     """POST /v1/embeddings: a vector for each input, or a classifier's logits"""
-    body, ignored, size = await schemas.read(serving, request, embeddings.EmbeddingBody)
+    body, ignored, size = await schemas.read_body(serving, request, embeddings.EmbeddingBody)
     rules = inputs.any_rules(serving)
     _check(rules, body.dimensions)
     if isinstance(rules, LabelRules) and body.use_activation is None:

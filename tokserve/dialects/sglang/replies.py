@@ -57,7 +57,7 @@ GENERATE = errors.ErrorShape(GenerateError, encode_generate)
 SGLANG = errors.ErrorShape(SglangError, encode, plain=frozenset({409, 502}))
 
 
-async def read(serving: Serving, request: Request, kind: type[T]) -> tuple[T, dict[str, str]]:
+async def read_body(serving: Serving, request: Request, kind: type[T]) -> tuple[T, dict[str, str]]:
     """The parameters from query and body, and the header that names those which were ignored.
 
     Texts of the body are converted too: SGLang's trainers send ports as texts.

@@ -39,7 +39,7 @@ _DECLARED = (
     Endpoint(
         ("POST",),
         "/v1/score",
-        label_scores.score,
+        label_scores.score_labels,
         LabelScoresBody,
         reply=label_scores.SglangScoresReply,
         runner="generate",

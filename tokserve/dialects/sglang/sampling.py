@@ -97,7 +97,7 @@ _RENAMED = {
 }
 
 
-def read(value: Any, field: str) -> SglangSamplingParams:
+def read_sampling(value: Any, field: str) -> SglangSamplingParams:
     """The parameters of one prompt; `field`: their path in the body.  Raises `RequestError` naming a wrong one."""
     known = [name for name in SglangSamplingParams.__struct_fields__ if name not in compat.SGLANG_PARAMS]
     params = body.convert({} if value is None else value, SglangSamplingParams, field, known=known)

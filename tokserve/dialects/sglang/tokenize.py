@@ -45,7 +45,7 @@ class SglangText(msgspec.Struct):
 
 async def tokenize_texts(serving: Serving, request: Request) -> Response:
     """POST /tokenize: the ids of a text, of several or of a chat"""
-    body, ignored, size = await schemas.read(serving, request, SglangTokenizeBody)
+    body, ignored, size = await schemas.read_body(serving, request, SglangTokenizeBody)
     texts = body.prompt
     if not isinstance(texts, list):
         return await tokenize.respond(serving, request, body, ignored, size)
@@ -66,7 +66,7 @@ async def tokenize_texts(serving: Serving, request: Request) -> Response:
 
 async def detokenize(serving: Serving, request: Request) -> Response:
     """POST /detokenize: the text of ids, or the texts of lists of ids"""
-    body, ignored, size = await schemas.read(serving, request, SglangDetokenizeBody)
+    body, ignored, size = await schemas.read_body(serving, request, SglangDetokenizeBody)
     skip = body.skip_special_tokens is not False
     tokens: list[Any] = body.tokens
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from tokserve import checkpoint
 from tokserve.base.errors import LONGEST_SHOWN, Conflict, RequestError, StartError, invalid
-from tokserve.dialects.sglang.replies import json, read
+from tokserve.dialects.sglang.replies import json, read_body
 from tokserve.dialects.sglang.state import SglangState
 from tokserve.features.weights import open_updates
 from tokserve.server.http import errors, workers
@@ -95,7 +95,7 @@ def _check_format(load_format: str | None) -> None:
 
 async def from_disk(serving: Serving, request: Request) -> Response:
     """POST /update_weights_from_disk: a complete update from a directory"""
-    params, headers = await read(serving, request, DiskBody)
+    params, headers = await read_body(serving, request, DiskBody)
     _check_format(params.load_format)
     errors.refuse_unsupported("manifest", params.manifest)
     if params.abort_all_requests:
@@ -123,7 +123,7 @@ def _located(model_path: str) -> str:
 
 async def init_group(serving: Serving, request: Request) -> Response:
     """POST /init_weights_update_group: join the trainer's process group"""
-    params, headers = await read(serving, request, GroupBody)
+    params, headers = await read_body(serving, request, GroupBody)
     names = ("master_address", "master_port", "rank_offset", "world_size", "backend")
     info = {name: getattr(params, name) for name in names}
     info |= {"rendezvous": "torch", "group_name": params.group_name or GROUP}
@@ -133,14 +133,14 @@ async def init_group(serving: Serving, request: Request) -> Response:
 
 async def destroy_group(serving: Serving, request: Request) -> Response:
     """POST /destroy_weights_update_group: an open update is rolled back"""
-    _, headers = await read(serving, request, DestroyBody)
+    _, headers = await read_body(serving, request, DestroyBody)
     await serving.llm.shutdown_weight_transfer_engine()
     return json({"success": True, "message": "Succeeded to destroy the group."}, headers)
 
 
 async def from_distributed(serving: Serving, request: Request) -> Response:
     """POST /update_weights_from_distributed: receive tensors from the process group"""
-    params, headers = await read(serving, request, DistributedBody)
+    params, headers = await read_body(serving, request, DistributedBody)
     _check_format(params.load_format)
     if params.abort_all_requests:
         await serving.llm.abort_all()
@@ -174,7 +174,7 @@ async def commit_open(serving: Serving) -> bool:
 
 async def begin_update(serving: Serving, request: Request) -> Response:
     """POST /begin_weight_update: begin an update, which lasts until /end_weight_update"""
-    params, headers = await read(serving, request, BracketBody)
+    params, headers = await read_body(serving, request, BracketBody)
     await serving.llm.start_weight_update()
     serving.state_of(SglangState).version = params.weight_version
     return json({"success": True, "message": "Weight update started."}, headers)
@@ -182,7 +182,7 @@ async def begin_update(serving: Serving, request: Request) -> Response:
 
 async def end_update(serving: Serving, request: Request) -> Response:
     """POST /end_weight_update: commit the staged weights"""
-    params, headers = await read(serving, request, BracketBody)
+    params, headers = await read_body(serving, request, BracketBody)
     _note_version(serving, params.weight_version)
     if not await commit_open(serving):
         raise Conflict("no weight update is open")
@@ -199,7 +199,7 @@ async def refuse_pickle(serving: Serving, request: Request) -> Response:
 
 async def update_version(serving: Serving, request: Request) -> Response:
     """POST /update_weight_version: set the version of the current weights"""
-    params, headers = await read(serving, request, SglangVersionBody)
+    params, headers = await read_body(serving, request, SglangVersionBody)
     await serving.llm.update_weight_version(params.new_version)  # first: a version that is refused aborts nothing
     if params.abort_all_requests:
         await serving.llm.abort_all()

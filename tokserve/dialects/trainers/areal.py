@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from tokserve.base.errors import Conflict, RequestError
 from tokserve.features.weights import open_updates
-from tokserve.server.admin.commands import read
+from tokserve.server.admin.commands import read_arguments
 from tokserve.server.http import body, errors
 from tokserve.server.serving import Serving
 
@@ -125,7 +125,7 @@ async def resume(serving: Serving, request: Request) -> Response:
 
 async def update_weights(serving: Serving, request: Request) -> Response:
     """POST /areal_update_weights: as /update_weights with weight_dir"""
-    params = await read(serving, request, ArealUpdateBody)
+    params = await read_arguments(serving, request, ArealUpdateBody)
     with errors.named_as({"weight_dir": "model_path"}):
         await serving.llm.update_weights({"weight_dir": params.model_path})
     return _done(request, f"Weights updated from {params.model_path}")
@@ -133,7 +133,7 @@ async def update_weights(serving: Serving, request: Request) -> Response:
 
 async def update_adapter(serving: Serving, request: Request) -> Response:
     """POST /areal_update_weights_lora: as /v1/load_lora_adapter"""
-    params = await read(serving, request, ArealAdapterBody)
+    params = await read_arguments(serving, request, ArealAdapterBody)
     with errors.named_as({"lora_path": "lora_model_path"}):
         await serving.llm.load_lora_adapter(params.lora_name, params.lora_model_path)
     return _done(request, f"Adapter {params.lora_name} loaded from {params.lora_model_path}")
@@ -141,7 +141,7 @@ async def update_adapter(serving: Serving, request: Request) -> Response:
 
 async def join_group(serving: Serving, request: Request) -> Response:
     """POST /areal_init_weights_update_group: as /init_weight_transfer_engine, for a group of torch.distributed"""
-    params = await read(serving, request, ArealGroupBody, strict=False)  # the port is a text
+    params = await read_arguments(serving, request, ArealGroupBody, strict=False)  # the port is a text
     options: dict[str, Any] = msgspec.structs.asdict(params) | {"rendezvous": "torch"}
     await serving.llm.init_weight_transfer_engine({"init_info": options})
     return _done(request, "Weight update group joined")
@@ -149,7 +149,7 @@ async def join_group(serving: Serving, request: Request) -> Response:
 
 async def announce(serving: Serving, request: Request) -> Response:
     """POST /areal_set_update_weight_meta: which tensors the next /areal_update_weights_xccl receives"""
-    params = await read(serving, request, ArealMetaBody)
+    params = await read_arguments(serving, request, ArealMetaBody)
     serving.state_of(ArealState).announced = {
         "names": params.names,
         "dtype_names": params.dtypes,
@@ -158,9 +158,9 @@ async def announce(serving: Serving, request: Request) -> Response:
     return _done(request, f"{len(params.names)} tensors announced")
 
 
-async def receive(serving: Serving, request: Request) -> Response:
+async def receive_tensors(serving: Serving, request: Request) -> Response:
     """POST /areal_update_weights_xccl: receive the announced tensors"""
-    await read(serving, request, msgspec.defstruct("ArealReceiveBody", []))
+    await read_arguments(serving, request, msgspec.defstruct("ArealReceiveBody", []))
     areal = serving.state_of(ArealState)
     announced, areal.announced = areal.announced, None
     if announced is None:
@@ -193,13 +193,13 @@ async def _staged(serving: Serving, announced: dict[str, Any]) -> bool:
 
 async def announce_adapter(serving: Serving, request: Request) -> Response:
     """POST /areal_set_update_weight_meta_lora: as /areal_update_weights_lora_xccl has it, whose body says it too"""
-    params = await read(serving, request, ArealAdapterMetaBody)
+    params = await read_arguments(serving, request, ArealAdapterMetaBody)
     return _done(request, f"{len(params.names)} tensors of the adapter {params.lora_name} announced")
 
 
 async def receive_adapter(serving: Serving, request: Request) -> Response:
     """POST /areal_update_weights_lora_xccl: receive an adapter, and load it"""
-    adapter = await read(serving, request, ArealAdapterMetaBody)
+    adapter = await read_arguments(serving, request, ArealAdapterMetaBody)
     config = {
         "peft_type": "LORA",
         "r": adapter.lora_rank,

@@ -44,7 +44,7 @@ _COMMANDS = (
     CommandRoute("/areal_update_weights_lora", areal.update_adapter, areal.ArealAdapterBody, Success),
     CommandRoute("/areal_init_weights_update_group", areal.join_group, areal.ArealGroupBody, Success),
     CommandRoute("/areal_set_update_weight_meta", areal.announce, areal.ArealMetaBody, Success),
-    CommandRoute("/areal_update_weights_xccl", areal.receive, None, Success),
+    CommandRoute("/areal_update_weights_xccl", areal.receive_tensors, None, Success),
     CommandRoute("/areal_set_update_weight_meta_lora", areal.announce_adapter, areal.ArealAdapterMetaBody, Success),
     CommandRoute("/areal_update_weights_lora_xccl", areal.receive_adapter, areal.ArealAdapterMetaBody, Success),
     CommandRoute("/init_broadcaster", init_broadcaster, None, None),

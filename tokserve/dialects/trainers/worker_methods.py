@@ -128,7 +128,7 @@ METHODS: dict[str, Method] = {
 
 async def collective_rpc(serving: Serving, request: Request) -> Response:
     """POST /collective_rpc: call the worker extension, or the command that a trainer's method stands for"""
-    params = await commands.read(serving, request, commands.WorkerCallBody)
+    params = await commands.read_arguments(serving, request, commands.WorkerCallBody)
     has_extension = serving.config.weights.worker_extension_cls is not None
     if has_extension or params.method not in METHODS.keys() | REFUSED.keys():
         return await commands.call_worker(serving, request, params)

@@ -18,7 +18,7 @@ from tokserve.models.registry import refuse_recurrent
 logger = logging.getLogger(__name__)
 
 
-def load(
+def load_module(
     directory: Path,
     hf: Mapping[str, Any],
     *,
@@ -61,8 +61,8 @@ def load(
         entries = {name: entry for name, entry in entries.items() if name in parameters or not model.ignores(name)}
         for name, buffer in model.buffers.items():
             if name in entries:
-                buffer.copy_(weights.read(entries.pop(name)))
-        weights.check(entries, parameters, str(directory))
+                buffer.copy_(weights.read_tensor(entries.pop(name)))
+        weights.check_names(entries, parameters, str(directory))
         admit(weights.least_bytes({name: parameters[name] for name in entries}))
         weights.load_into(parameters, weights.stream(entries, mapped=True))
         model.provenance.add_files({entry.key: entry for entry in entries.values()}, stamp)

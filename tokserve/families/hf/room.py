@@ -7,6 +7,6 @@ from tokserve.base.rooms import Room
 ROOM = Room(
     parts={
         "with_architecture": "tokserve.families.hf.config:with_architecture",
-        "load": "tokserve.families.hf.load:load",
+        "load": "tokserve.families.hf.load:load_module",
     },
 )

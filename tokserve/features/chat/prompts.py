@@ -121,7 +121,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [several] if is_one else several
 
 
-def read(prompt: Prompt, tokenizer: Tokenizer | None, how: Tokenization = AS_USUAL) -> ParsedPrompt:
+def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, how: Tokenization = AS_USUAL) -> ParsedPrompt:
     """The prompt's ids.  Raises RequestError for an unknown form or key, and for text without a tokenizer.  A mapping
     may hold both, as in vLLM: the ids are then used, and the text is only returned with the output."""
     if isinstance(prompt, Mapping):
@@ -137,7 +137,7 @@ def read_for_generation(
     """A prompt as vLLM's `generate` takes it.  `options`: its `tokenization_kwargs`; `keep`: how many of the last
     tokens are kept, None: all; `context`: the tokens that there is room for.  Raises RequestError."""
     how = tokenization(options)
-    return Tokenization(keep=keep).shorten(how.shorten(read(prompt, tokenizer, how), context), context)
+    return Tokenization(keep=keep).shorten(how.shorten(read_prompt(prompt, tokenizer, how), context), context)
 
 
 def _from_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer | None, how: Tokenization) -> ParsedPrompt:

@@ -61,7 +61,7 @@ class TextContext:
     @cached_property
     def plugin_rows(self) -> plugins.Rows:
         """The formats of the plugin.  Raises StartError."""
-        return plugins.load(self._options.tool_parser_plugin)
+        return plugins.load_plugin(self._options.tool_parser_plugin)
 
     @cached_property
     def thinking(self) -> Thinking | None:

@@ -58,7 +58,7 @@ class LabelScores(NamedTuple):
     headers: dict[str, str]
 
 
-async def score(
+async def score_labels(
     serving: Serving, request: Request, body: LabelScoresBody, size: int, ignored: list[str], *, joins_texts: bool
 ) -> LabelScores:
     """The labels' probabilities.  `joins_texts`: a query and an item that are texts are tokenized as one.  `size`: of

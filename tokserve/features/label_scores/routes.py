@@ -38,9 +38,9 @@ class LabelScoresReply(msgspec.Struct):
 
 async def generative_scoring(serving: Serving, request: Request) -> Response:
     """POST /generative_scoring: the probability of the first of some tokens after a query and each item"""
-    body, ignored, size = await schemas.read(serving, request, LabelScoresBody)
+    body, ignored, size = await schemas.read_body(serving, request, LabelScoresBody)
     body.apply_softmax = body.apply_softmax is not False
-    scored = await labels.score(serving, request, body, size, ignored, joins_texts=False)
+    scored = await labels.score_labels(serving, request, body, size, ignored, joins_texts=False)
     data = [LabelScore(index, value) for index, value in enumerate(scored.probabilities[:, 0].tolist())]
     name = serving.model.answers_as(body.model)
     reply = LabelScoresReply(f"generative-scoring-{scored.key}", int(time.time()), name, data, scored.usage)

@@ -102,14 +102,16 @@ class AdapterConfig(msgspec.Struct, frozen=True):
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-def read(directory: Path, sizes: Sizes, renames: tuple[tuple[str, str], ...], max_rank: int) -> dict[str, LowRank]:
+def read_adapter(
+    directory: Path, sizes: Sizes, renames: tuple[tuple[str, str], ...], max_rank: int
+) -> dict[str, LowRank]:
     """Weights by projection.  Raises RequestError about `lora_path`."""
     try:
         config = _config(directory)
         tensors = pair_tensors(_catalogue(directory), renames, TENSORS)
         check_fit(tensors, config, sizes, max_rank, TENSORS)
         return {
-            module: LowRank(weights.read(parts["A"]), weights.read(parts["B"]), config.scale(module))
+            module: LowRank(weights.read_tensor(parts["A"]), weights.read_tensor(parts["B"]), config.scale(module))
             for module, parts in tensors.items()
         }
     except (StartError, OSError, SafetensorError) as error:

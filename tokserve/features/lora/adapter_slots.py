@@ -86,7 +86,7 @@ class LoraTables:
         except sources.NoDirectory as error:
             raise NotFound(error.message, field=adapter_files.FIELD) from None  # trainers try again: file systems lag
         sources.check_files(directory, (adapter_files.CONFIG, adapter_files.TENSORS), allowed, adapter_files.FIELD)
-        weights = adapter_files.read(directory, self._sizes, self._renames, self._max_rank)
+        weights = adapter_files.read_adapter(directory, self._sizes, self._renames, self._max_rank)
         self._check(weights)
         return weights
 

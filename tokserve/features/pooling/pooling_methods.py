@@ -26,7 +26,7 @@ from tokserve.features.chat.prompts import (
     Prompt,
     Tokenization,
     as_list,
-    read,
+    read_prompt,
     tokenization,
 )
 from tokserve.features.pooling.columns import packed_vector
@@ -217,7 +217,7 @@ class PoolingMethods(ABC):
         first, second = as_list(queries), as_list(documents)
         pairs = counterparts(len(first), len(second))
         if isinstance(rules, VectorRules):
-            parsed = [self._short(read(one, self.tokenizer, how), how, rules) for one in (*first, *second)]
+            parsed = [self._short(read_prompt(one, self.tokenizer, how), how, rules) for one in (*first, *second)]
             ended = self._pool(parsed, rules.params, lora_request, use_tqdm)
             vectors = [rules.finish(packed_vector(delta)) for _, _, delta in ended]
             return [
@@ -231,7 +231,7 @@ class PoolingMethods(ABC):
         return [_score(float(rules.finish(packed_vector(one[2]), use_activation)[0]), one) for one in ended]
 
     def _read(self, prompts: Prompt | Sequence[Prompt], how: Tokenization = AS_USUAL) -> list[ParsedPrompt]:
-        return [read(prompt, self.tokenizer, how) for prompt in as_list(prompts)]
+        return [read_prompt(prompt, self.tokenizer, how) for prompt in as_list(prompts)]
 
     def _rules(self, kind: Any) -> Any:
         if self._pooler is None:
@@ -254,7 +254,7 @@ def _side(prompt: Prompt) -> Side:
     """One side of a pair, as a text or as ids."""
     if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
         return str(prompt["prompt"])
-    return prompt if isinstance(prompt, str) else read(prompt, None).ids
+    return prompt if isinstance(prompt, str) else read_prompt(prompt, None).ids
 
 
 def _score(value: float, *ended: Ended) -> ScoringRequestOutput:

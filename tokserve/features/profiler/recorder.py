@@ -107,7 +107,7 @@ class RunnerProfiler(RunnerFeature):
                 ("tokserve: runner", RUNNER, recorded),
             )
             parts: list[Iterable[bytes]] = [trace.events(*process, base) for process in processes]
-            trace.write(
+            trace.write_trace(
                 file, header, (one for many in [*parts, _joined(parsed.events)] for one in many), compress=compress
             )
         except (OSError, RuntimeError) as error:

@@ -141,7 +141,7 @@ class RankWorker:
     def _load(self, begin: Begin) -> DeviceFacts:
         with no_collections():
             from tokserve.features.ranks.ranks import join_ranks
-            from tokserve.runner.startup import load  # brings torch
+            from tokserve.runner.startup import load_runner  # brings torch
 
         ranks: Ranks = join_ranks(
             self._rank,
@@ -152,7 +152,7 @@ class RankWorker:
             begin.config.runtime.device,
             begin.address,
         )
-        self._runner, facts = load(self._opening.local(begin.config), ranks)
+        self._runner, facts = load_runner(self._opening.local(begin.config), ranks)
         return facts
 
     # --- messages ---

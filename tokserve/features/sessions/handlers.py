@@ -81,7 +81,7 @@ class DeletedSession(msgspec.Struct):
     deleted: bool = True
 
 
-async def create(serving: Serving, request: Request) -> Response:
+async def create_session(serving: Serving, request: Request) -> Response:
     """POST /sessions: make a session"""
     raw = await serving.bodies.read(request)
     given = convert(await serving.bodies.decode(request, raw) if raw else {}, CreateBody)
@@ -111,10 +111,10 @@ async def list_sessions(serving: Serving, request: Request) -> Response:
 
 async def sessions(serving: Serving, request: Request) -> Response:
     """GET /sessions: the sessions of the caller's key, in one `state` or in any; POST makes one"""
-    return await (create if request.method == "POST" else list_sessions)(serving, request)
+    return await (create_session if request.method == "POST" else list_sessions)(serving, request)
 
 
-async def read(serving: Serving, request: Request) -> Response:
+async def get_session(serving: Serving, request: Request) -> Response:
     """GET /sessions/{id}: a session without its turns"""
     summary = await sessions_of(serving).call(SummarizeSession(owner_of(request), _id(request)))
     return body.reply(request, summary)
@@ -128,7 +128,7 @@ async def delete(serving: Serving, request: Request) -> Response:
 
 async def session(serving: Serving, request: Request) -> Response:
     """GET /sessions/{id}: a session without its turns; DELETE drops it, which acknowledges one that was taken"""
-    return await (delete if request.method == "DELETE" else read)(serving, request)
+    return await (delete if request.method == "DELETE" else get_session)(serving, request)
 
 
 async def close(serving: Serving, request: Request) -> Response:

@@ -70,7 +70,7 @@ class SessionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = None
 
 
-def check(config: Config) -> None:
+def check_sessions(config: Config) -> None:
     """Raise StartError for a server that cannot keep sessions."""
     options = config.options_of(SessionOptions)
     if options.session_dir is not None and not options.sessions:

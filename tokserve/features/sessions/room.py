@@ -12,7 +12,7 @@ ROOM = Room(
         "features.masks",
     ),
     options="tokserve.features.sessions.options:SessionOptions",
-    check="tokserve.features.sessions.options:check",
+    check="tokserve.features.sessions.options:check_sessions",
     endpoints="tokserve.features.sessions.routes:ENDPOINTS",
     needs="sessions",
     paths=(

@@ -20,7 +20,7 @@ from tokserve.features.weights.staging import Staging
 from tokserve.features.weights.weight_sources import Announcement, SafetensorsStream, shared_memory
 from tokserve.models import formats
 from tokserve.rl import deltas
-from tokserve.rl.broadcast import DTYPES, TransferGroup, receive
+from tokserve.rl.broadcast import DTYPES, TransferGroup, receive_tensors
 from tokserve.rl.delta_directory import VersionFile
 from tokserve.rl.deltas import DeltaReader, Deltas, TensorDelta, applied, merged
 from tokserve.rl.errors import WeightsError
@@ -55,7 +55,7 @@ def from_group(staging: DeltaStaging, announced: Announcement, group: TransferGr
     for (name, dtype, shape), count in zip(declared, counts, strict=True):
         if count:
             pair = [("indices", deltas.index_dtype(shape), (count,)), ("values", dtype, (count,))]
-            indices, values = (tensor.cpu() for _, tensor in receive(group, pair, packed=False))
+            indices, values = (tensor.cpu() for _, tensor in receive_tensors(group, pair, packed=False))
             ascend = bool((indices[1:] > indices[:-1]).all())
             if not ascend or int(indices[0]) < 0 or int(indices[-1]) >= math.prod(shape):
                 raise RequestError(f"the indices of {name} must ascend, and lie within its {math.prod(shape)} elements")

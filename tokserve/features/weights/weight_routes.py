@@ -18,7 +18,7 @@ from tokserve.base.errors import Conflict, RequestError, invalid
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.protocol.commands import RANDOM_SEED
 from tokserve.server import reply_types as types
-from tokserve.server.admin.commands import read
+from tokserve.server.admin.commands import read_arguments
 from tokserve.server.endpoint import COMMAND, Endpoint
 from tokserve.server.http import body
 from tokserve.server.http.disconnect import ClientDisconnected
@@ -66,7 +66,7 @@ async def update_weights(serving: Serving, request: Request) -> Response:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() in TENSORS:
         await _stream_weights(serving, request)
         return body.reply(request, {"message": "Weights updated"})
-    params = await read(serving, request, UpdateBody)
+    params = await read_arguments(serving, request, UpdateBody)
     if (params.update_info is None) == (params.weight_dir is None):
         raise RequestError("give update_info (inside an update) or weight_dir (a complete one)", field="update_info")
     if params.weight_dir is not None:
@@ -156,13 +156,13 @@ async def _feed(serving: Serving, file: _WeightBody, update_id: str | None) -> N
 
 async def served_weights(serving: Serving, request: Request) -> Response:
     """GET /weight_info: the current weights; `checksum`: compute their checksum; `tensors`: list their tensors"""
-    params = await read(serving, request, WeightQuery)
+    params = await read_arguments(serving, request, WeightQuery)
     return body.reply(request, await serving.llm.served_weights(checksum=params.checksum, tensors=params.tensors))
 
 
 async def weight_checker(serving: Serving, request: Request) -> Response:
     """POST /weight_checker: checksums of the weights, or whether they equal a baseline; or reset to random ones"""
-    params = await read(serving, request, CheckerBody)
+    params = await read_arguments(serving, request, CheckerBody)
     if params.action not in ("checksum", "compare", "reset"):
         raise invalid("action", f"must be checksum, compare or reset, got {params.action[:200]!r}")
     if params.action == "reset":

@@ -369,7 +369,7 @@ class WeightSync:
             tensors = sources.shared_memory(announced, declared)
         else:
             size = announced.packed_buffer_size_bytes
-            tensors = broadcast.receive(self._joined(), declared, packed=announced.packed, buffer_bytes=size)
+            tensors = broadcast.receive_tensors(self._joined(), declared, packed=announced.packed, buffer_bytes=size)
         for name, tensor in tensors:
             staging.push(name, tensor)
 

@@ -72,7 +72,7 @@ class WorkerCallBody(commands.WorkerCall, forbid_unknown_fields=True):
     timeout: float | None = None
 
 
-async def read(serving: Serving, request: Request, kind: type[T], *, strict: bool = True) -> T:
+async def read_arguments(serving: Serving, request: Request, kind: type[T], *, strict: bool = True) -> T:
     """The parameters from query and body; `strict`: texts of the body are not converted to numbers."""
     query, sent, size = await query_and_body(serving, request, kind)
     return await off_loop(request, size, lambda: body.convert(query | sent, kind, strict=strict))
@@ -106,7 +106,7 @@ def handler_of(command: commands.AdminCommand, kind: type[msgspec.Struct]) -> Ha
     """The handler of a command's routes: parameters go to the engine, and its reply to the client."""
 
     async def handle(serving: Serving, request: Request) -> Response:
-        params = await read(serving, request, kind)
+        params = await read_arguments(serving, request, kind)
         fields = msgspec.structs.fields(command.parameters)
         args = {field.encode_name: getattr(params, field.name) for field in fields}
         reply = await serving.llm.call(command.name, **args)
@@ -118,7 +118,7 @@ def handler_of(command: commands.AdminCommand, kind: type[msgspec.Struct]) -> Ha
 
 async def add_draft_corpus(serving: Serving, request: Request) -> Response:
     """POST /add_draft_corpus: keep outputs as drafts"""
-    params = await read(serving, request, AddDraftCorpusBody)
+    params = await read_arguments(serving, request, AddDraftCorpusBody)
     count = len(params.token_ids)
     if count > MAX_CORPUS_OUTPUTS:
         raise invalid("token_ids", f"must have at most {MAX_CORPUS_OUTPUTS} outputs, got {count}")
@@ -142,7 +142,7 @@ def _packed_outputs(outputs: list[list[int]], vocab_size: int) -> list[bytes]:
 
 async def load_lora_adapter(serving: Serving, request: Request) -> Response:
     """POST /v1/load_lora_adapter: load an adapter"""
-    params = await read(serving, request, commands.LoadAdapter)
+    params = await read_arguments(serving, request, commands.LoadAdapter)
     loaded = await serving.llm.load_lora_adapter(params.lora_name, params.lora_path, params.load_inplace)
     message = f"Success: LoRA adapter '{params.lora_name}' loaded"
     return body.reply(request, {"success": True, "message": message} | loaded)
@@ -150,7 +150,7 @@ async def load_lora_adapter(serving: Serving, request: Request) -> Response:
 
 async def unload_lora_adapter(serving: Serving, request: Request) -> Response:
     """POST /v1/unload_lora_adapter: unload an adapter when its requests have ended"""
-    params = await read(serving, request, UnloadAdapterBody)
+    params = await read_arguments(serving, request, UnloadAdapterBody)
     await serving.llm.unload_lora_adapter(params.lora_name)
     message = f"Success: LoRA adapter '{params.lora_name}' unloaded"
     return body.reply(request, {"success": True, "message": message, "lora_name": params.lora_name})

@@ -68,7 +68,7 @@ def _width(top: int, vocab_size: int) -> int:
     return vocab_size if top == -1 else top
 
 
-def check(size: int, limit: int, params: SamplingParams) -> None:
+def check_reply_size(size: int, limit: int, params: SamplingParams) -> None:
     """Raise `RequestError` for a reply of more than `limit` bytes."""
     if size <= limit:
         return

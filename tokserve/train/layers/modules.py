@@ -35,7 +35,7 @@ class DecoderModules:
     """A decoder's layers, and the names of the masters of each.  Raises StartError for layers without a gradient."""
 
     def __init__(self, decoder: Decoder, products: Products) -> None:
-        support.check(decoder.spec)
+        support.check_spec(decoder.spec)
         self.decoder = decoder
         self.vocab = decoder.spec.vocab
         self.num_positions = len(decoder.rope_table)

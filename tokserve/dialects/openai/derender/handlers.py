@@ -28,7 +28,7 @@ T = TypeVar("T", bound=TextBody)
 
 async def derender_chat(serving: Serving, request: Request) -> Response:
     """POST /v1/chat/completions/derender: a generate reply as a chat reply"""
-    request_body, ignored, size = await schemas.read(serving, request, DerenderChatBody)
+    request_body, ignored, size = await schemas.read_body(serving, request, DerenderChatBody)
     if request_body.stream:
         if request_body.generate_response is not None:
             raise invalid("generate_response", "is a complete reply: a stream has generate_chunk")
@@ -96,7 +96,7 @@ def _external(
 
 async def derender_completions(serving: Serving, request: Request) -> Response:
     """POST /v1/completions/derender: the generate replies to a request's prompts as one reply"""
-    request_body, ignored, size = await schemas.read(serving, request, DerenderCompletionBody)
+    request_body, ignored, size = await schemas.read_body(serving, request, DerenderCompletionBody)
     replies = request_body.generate_responses
     if request_body.stream:
         if replies is not None:

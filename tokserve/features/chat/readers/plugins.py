@@ -22,7 +22,7 @@ class Rows(NamedTuple):
     thinking: tuple[Thinking, ...] = ()
 
 
-def load(name: str | None) -> Rows:
+def load_plugin(name: str | None) -> Rows:
     """The formats that the entry point of this name holds; None: none.  Raises StartError if there is no such entry
     point, if it cannot be loaded, and if it is neither a format nor a list of formats."""
     if name is None:

@@ -44,7 +44,7 @@ class ClassifyReply(msgspec.Struct):
 
 async def classify(serving: Serving, request: Request) -> Response:
     """POST /classify: probabilities of a classifier's labels for each input, or logits"""
-    return await respond(serving, request, *await schemas.read(serving, request, ClassifyBody))
+    return await respond(serving, request, *await schemas.read_body(serving, request, ClassifyBody))
 
 
 async def respond(serving: Serving, request: Request, body: ClassifyBody, ignored: list[str], size: int) -> Response:

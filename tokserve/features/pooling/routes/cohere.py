@@ -72,7 +72,7 @@ class CohereReply(msgspec.Struct):
 
 async def embed(serving: Serving, request: Request) -> Response:
     """POST /v2/embed: embeddings by type, as in Cohere's API"""
-    body, ignored, size = await schemas.read(serving, request, CohereBody)
+    body, ignored, size = await schemas.read_body(serving, request, CohereBody)
     rules = inputs.vector_rules(serving)
     hidden = serving.llm.ready.facts["hidden_size"]
     try:

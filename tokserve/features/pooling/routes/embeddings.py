@@ -81,13 +81,13 @@ class VectorsReply(msgspec.Struct):
 
 async def embeddings(serving: Serving, request: Request) -> Response:
     """POST /v1/embeddings: a vector for each input"""
-    body, ignored, size = await schemas.read(serving, request, EmbeddingBody)
+    body, ignored, size = await schemas.read_body(serving, request, EmbeddingBody)
     return await respond(serving, request, body, ignored, size, inputs.vector_rules(serving))
 
 
 async def vectors(serving: Serving, request: Request) -> Response:
     """POST /pooling: embeddings or label probabilities, for each input or for each token"""
-    body, ignored, size = await schemas.read(serving, request, VectorsBody)
+    body, ignored, size = await schemas.read_body(serving, request, VectorsBody)
     return await respond(serving, request, body, ignored, size, rules_for(inputs.any_rules(serving), body.task))
 
 

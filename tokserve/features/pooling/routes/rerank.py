@@ -56,7 +56,7 @@ class RerankReply(msgspec.Struct):
 
 async def rerank(serving: Serving, request: Request) -> Response:
     """POST /rerank: documents ranked by relevance to a query"""
-    body, ignored, size = await schemas.read(serving, request, RerankBody)
+    body, ignored, size = await schemas.read_body(serving, request, RerankBody)
     if body.top_n is not None and body.top_n < 0:
         raise invalid("top_n", f"must be at least 0, got {body.top_n}")
     sides = await off_loop(request, size, lambda: _sides(body))

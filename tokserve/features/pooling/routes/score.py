@@ -55,7 +55,7 @@ class ScoreReply(msgspec.Struct):
 
 async def score(serving: Serving, request: Request) -> Response:
     """POST /score: a relevance score for each pair of texts"""
-    body, ignored, size = await schemas.read(serving, request, ScoreBody)
+    body, ignored, size = await schemas.read_body(serving, request, ScoreBody)
     sides = await off_loop(request, size, lambda: _sides(body))
     scored = await pairs.score(serving, request, body, sides, size, ignored)
     items = [ScoreItem(index, value) for index, value in enumerate(scored.scores)]
