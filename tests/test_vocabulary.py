@@ -16,7 +16,7 @@ FILES = sorted(p for p in PACKAGE.rglob("*.py") if "demo_model" not in p.parts)
 PROGRAMS = sorted(p for folder in ("tests", "benchmarks", "examples", "scripts") for p in (ROOT / folder).rglob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-# Retired words and what is said instead; the section "Retired words" of docs/glossary.md is this table.
+# Retired words and what is said instead.
 CLASSES = {
     "Answered": "ReplyContext",
     "Delivery": "RequestState",
@@ -164,7 +164,7 @@ def test_no_class_name_is_used_twice() -> None:
 def test_no_retired_words() -> None:
     for path in FILES:
         if not _name(path).startswith(PENDING):
-            assert not retired_words(path.read_text(), nodes(path)), f"{_name(path)}: see docs/glossary.md"
+            assert not retired_words(path.read_text(), nodes(path)), f"{_name(path)}: see RETIRED"
 
 
 def test_a_simulated_device_is_called_fake() -> None:
@@ -206,9 +206,3 @@ class _Verdict:
     for word in ("_Verdict", "settle_block", "asked", "rid", "found", "nobody", "must not know", "whoever"):
         assert word in output, output
     assert not retired_words("settled = grid = foundation = order = 1  # in order, settled")
-
-
-def test_the_glossary_lists_the_retired_words() -> None:
-    section = (ROOT / "docs" / "glossary.md").read_text().partition("## Retired words")[2]
-    rows = dict(re.findall(r"^\| `?([^|`]+?)`? \| ([^|]+?) \|$", section, re.MULTILINE)[1:])
-    assert rows == RETIRED

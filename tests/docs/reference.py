@@ -16,23 +16,24 @@ from tokserve.server.endpoint import Endpoint
 DOCS = Path(__file__).parents[2] / "docs"
 OPTIONS_HEAD = """# Options
 
-This page lists every option of `tokserve serve`, and, with underscores, of `LLM(...)`, `AsyncLLM(...)` and
-`Config.make(...)`. It is made from `tokserve/config/` (`python -m tests.docs.reference`); `tokserve serve --help=all`
-has the same content, `--help=WORD` the options about a word.
+This page lists every option of `tokserve serve`. `LLM(...)` and `AsyncLLM(...)` take the same options with underscores.
+`tokserve serve --help` shows the ten that are needed most, `--help=WORD` those about a word, `--help=all` all of them.
 
-On the command line, `--config FILE` reads options from a YAML file (`max-model-len: 4096`, and `model`); options on the
-command line override it. `--option.key value` sets one key of a JSON option, underscores are equivalent to dashes, the
-beginning of one option's name alone stands for it (`--lora-mod`), and numbers of tokens may be written as `4k` (4000)
-or `4K` (4096). vLLM's options that are not listed here are recognized
-on the command line and as arguments: as another name of a listed option (`--enable-log-requests`), without effect but
-with a warning (`--swap-space`, `--trust-remote-code`), or refused with the alternative in the error (`--revision`).
+- `--config FILE` reads options from a YAML file (`max-model-len: 4096`, and `model`); the command line overrides it.
+- `--option.key value` sets one key of a JSON option. Underscores are equivalent to dashes. An option may be
+  shortened as long as no other option begins in the same way (`--lora-mod`).
+- Numbers of tokens may be written as `4k` (4000) or `4K` (4096).
+- vLLM's options that are not listed here are known too: as another name of a listed option (`--enable-log-requests`),
+  without effect but with a warning (`--swap-space`, `--trust-remote-code`), or refused with an error that names the
+  alternative (`--revision`).
 """
+TITLES = {"kv": "KV transfer and storage", "lora": "LoRA", "cors": "CORS", "tls": "TLS"}
 ROUTES_HEAD = """# Routes
 
-This page lists every route. It is made from the server's own table (`python -m tests.docs.reference`).
-`GET /openapi.json` has the schemas of bodies and replies. *Control* routes require the admin key, if one is set, and
-are otherwise restricted ([security](security.md#access-to-control-routes)). *Guarded* routes show the server's state:
-like control routes, they accept only the `Host` names of `--allowed-hosts`. *Text* routes need a tokenizer.
+This page lists every route. `GET /openapi.json` has the schemas of bodies and replies. *Control* routes require the
+admin key, if one is set, and are otherwise restricted ([security](security.md#access-to-control-routes)). *Guarded*
+routes show the server's state: like control routes, they accept only the `Host` names of `--allowed-hosts`. *Text*
+routes need a tokenizer.
 """
 
 
@@ -44,7 +45,8 @@ def options_page() -> str:
     for group in parser._action_groups:
         actions = [action for action in group._group_actions if "-h" not in action.option_strings]
         if actions:
-            lines += [f"## {(group.title or '').capitalize()}\n", "| option | what it does |", "|---|---|"]
+            title = group.title or ""
+            lines += [f"## {TITLES.get(title, title.capitalize())}\n", "| option | what it does |", "|---|---|"]
             lines += [_row(action) for action in actions] + [""]
     return "\n".join(lines)
 

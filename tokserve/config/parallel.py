@@ -37,8 +37,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tensor_parallel_size: Annotated[
         int,
         about(
-            "Ranks that divide each layer of the model among them, a process each. Bits depend on how many there "
-            "are, and on nothing else.",
+            "Number of processes (ranks) among which each layer of the model is divided. Another number gives other "
+            "bits; for one number they are always the same.",
             ge=1,
             le=64,
         ),

@@ -60,7 +60,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = None
     depth: Annotated[
         Literal[1, 2] | None,
-        about("Steps in flight: 1 plans after a step's result is known, 2 while it runs. Default: 1, on a GPU 2."),
+        about(
+            "How many steps are in flight: with 1 a step is planned when the result of the one before is known, with 2 "
+            "while that one still runs. Default: 1, on a GPU 2."
+        ),
     ] = None
 
     @property
