@@ -172,7 +172,7 @@ def test_all_of_it_can_be_reached_by_keyboard(browser: Browser, server: Server) 
     visit(browser, server)
     browser.run("document.activeElement.blur()")
     seen = []
-    for _ in range(12):
+    for _ in range(16):
         browser.press(TAB)
         seen.append(browser.run("return document.activeElement.id || document.activeElement.tagName"))
     order = ["key", "prompt", "kind", "max-tokens", "temperature", "seed", "top", "go"]
@@ -182,37 +182,69 @@ def test_all_of_it_can_be_reached_by_keyboard(browser: Browser, server: Server) 
     browser.wait(lambda: "ended" in browser.text("#play-status"), "an end")
 
 
-@pytest.mark.parametrize("width", [360, 1280])
-def test_no_tile_is_wider_than_its_border(browser: Browser, server: Server, width: int) -> None:
-    """newcomer-3 D12."""
-    browser.resize(width, 800)
-    try:
-        visit(browser, server)
-        text = "343.8k in total, 11.4 per step with drafts"
-        browser.run("document.querySelector('#output-total').textContent = arguments[0]", text)
-        wide = "[...document.querySelectorAll('.tiles > div')].filter(tile => tile.scrollWidth > tile.clientWidth)"
-        assert browser.run(f"return {wide}.length") == 0
-    finally:
-        browser.devtools("Emulation.clearDeviceMetricsOverride")
+CUT = """
+return [...document.querySelectorAll('body *')].filter(node => {
+  const style = getComputedStyle(node), clips = /hidden|clip|auto|scroll/.test(style.overflowX);
+  return node.checkVisibility() && node.innerText && !node.closest('textarea, select, thead, svg')
+    && (clips && node.scrollWidth > node.clientWidth + 1 || node.getBoundingClientRect().right > innerWidth + 1);
+}).map(node => node.outerHTML.slice(0, 120));
+"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_a_telephone_and_can_be_read(browser: Browser, server: Server, scheme: str) -> None:
+@pytest.mark.parametrize("width", [360, 390, 1400])
+def test_under_load_no_text_is_cut_and_all_can_be_read(
+    browser: Browser, server: Server, width: int, scheme: str
+) -> None:
+    """newcomer-3 D12, and the same for long ids, versions and notes."""
     browser.scheme(scheme)
-    browser.resize(360, 800)
+    browser.resize(width, 800)
     try:
         visit(browser, server)
-        edge = "return document.querySelector(arguments[0]).getBoundingClientRect().right"
-        with in_flight(server, "a-request-with-a-long-name"):
-            browser.wait(lambda: rows(browser), "the request is listed")
-            assert browser.run(edge, "#live button") <= 360
-        assert browser.run("return document.documentElement.scrollWidth") <= 360
-        assert browser.run(edge, "#abort-all") <= 360
-        low = browser.run(CONTRASTS)
+        with in_flight(server, "a-request-with-a-long-name-" * 4, "another"):
+            browser.wait(lambda: len(rows(browser)) == 2, "the requests are listed")
+            text = "accepted: 11.4 tokens per step with drafts, and a text that is longer than any of its kind"
+            browser.run("document.querySelector('#drafts-note').textContent = arguments[0]", text)
+            browser.run("document.querySelector('#versions td').textContent = 'step-0012-'.repeat(12)")
+            assert browser.run(CUT) == []
+            assert browser.run("return document.documentElement.scrollWidth") <= width
+            low = browser.run(CONTRASTS)
         assert not low, low
     finally:
         browser.devtools("Emulation.clearDeviceMetricsOverride")
         browser.scheme("light")
+
+
+def table(browser: Browser, name: str) -> list[list[str]]:
+    script = "return [...document.querySelectorAll(arguments[0])].map(row => [...row.cells].map(c => c.innerText))"
+    cells: list[list[str]] = browser.run(script, f"#{name} tbody tr")
+    return cells
+
+
+def test_groups_waits_failures_and_versions(browser: Browser) -> None:
+    with Server("demo", "--max-num-seqs", "1", "--max-queued-requests", "150") as server:
+        visit(browser, server)
+        browser.wait(lambda: table(browser, "versions"), "the version is listed")
+        assert table(browser, "versions")[0][:2] == ["0", "0"] and "None." in browser.text("main")
+        with in_flight(server, "one"):
+            browser.wait(lambda: table(browser, "groups"), "the group is listed")
+            refused = {"token_ids": [5], "sampling_params": {"n": 100}}
+            assert server.post("/inference/v1/generate", refused).status_code == 429
+            params = {"max_tokens": 4}
+            with ThreadPoolExecutor(1) as pool:
+                body = {"token_ids": [5], "request_id": "two", "group_id": "g", "sampling_params": params}
+                pool.submit(server.post, "/inference/v1/generate", body)
+                browser.wait(lambda: "waiting for a slot" in browser.text("#live"), "it says what it waits for")
+                assert [row[:2] for row in table(browser, "groups")] == [["g", "2"]]
+                browser.click("[aria-label='Abort the group g']")
+            browser.wait(lambda: not rows(browser), "the group is aborted")
+        browser.wait(lambda: ["refused", "queue full", "1"] in table(browser, "errors"), "the refusal is listed")
+        server.post("/update_weight_version", {"new_version": "7"})
+        browser.wait(lambda: [row[0] for row in table(browser, "versions")] == ["7", "0"], "the new version is listed")
+        roles = (
+            "return [...document.querySelectorAll('table.rows tbody td')].every(c => c.getAttribute('role') === 'cell')"
+        )
+        assert browser.run(roles) and browser.console() == []
 
 
 CONTRASTS = """

@@ -7,7 +7,7 @@ import pytest
 from tests.engine.harness import Engine
 from tokserve.engine import features
 from tokserve.engine.hooks import EngineFeature, Hooks
-from tokserve.engine.request import Request
+from tokserve.engine.request import Gate, Request
 from tokserve.protocol.messages import EngineRequest, Submit, SubmitReply
 
 
@@ -58,7 +58,7 @@ class Counting(EngineFeature):
     def attach(self, request: Request, spec: EngineRequest) -> None:
         self.requests.append(request.request_id)
         request.listeners += (self.tokens.append,)
-        request.gates += (lambda: self.is_open,)
+        request.gates += (Gate("test", lambda: self.is_open),)
 
     def on_end(self, request: Request) -> None:
         self.requests.remove(request.request_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.engine.harness import Engine
+from tokserve.engine.request import Gate
 
 
 def listed(engine: Engine, limit: int = 100) -> Any:
@@ -16,7 +17,8 @@ def listed(engine: Engine, limit: int = 100) -> Any:
 
 def test_an_idle_engine_lists_no_requests() -> None:
     engine = Engine()
-    assert listed(engine) == {"weight_version": engine.core.scheduler.weights.version, "total": 0, "requests": []}
+    version = engine.core.scheduler.weights.version
+    assert listed(engine) == {"weight_version": version, "epoch": 0, "total": 0, "requests": []}
 
 
 def test_requests_of_all_front_ends_oldest_first() -> None:
@@ -77,3 +79,34 @@ def test_requests_that_wait_for_a_slot_are_not_deferred() -> None:
         engine.add(name, [3, 4, 5, 6, 7], max_tokens=2, ignore_eos=True)
     engine.step()
     assert (engine.stats.waiting, engine.stats.deferred) == (1, 0)
+
+
+def waits(engine: Engine) -> dict[str, str | None]:
+    """What each request waits for, by its id."""
+    return {row["request_id"]: row["waits_for"] for row in listed(engine)["requests"]}
+
+
+def test_what_a_request_waits_for() -> None:
+    engine = Engine(max_num_seqs=1)
+    engine.add("runs", [3, 4, 5], max_tokens=30, ignore_eos=True)
+    engine.add("queued", [3, 4], max_tokens=4, ignore_eos=True)
+    engine.add("gated", [3, 4], max_tokens=4, ignore_eos=True)
+    engine.add("unread", [3, 4], max_tokens=4, ignore_eos=True)
+    gated, unread = (engine.core.intake.accepted.requests(name)[0] for name in ("gated", "unread"))
+    gated.gates += (Gate("grammar", lambda: False),)
+    engine.core.scheduler.stall(unread, True)
+    engine.step()
+    assert waits(engine) == {"runs": None, "queued": "slot", "gated": "grammar", "unread": "client"}
+    engine.call("pause", mode="keep")
+    engine.step()
+    assert set(waits(engine).values()) == {"pause", None}
+
+
+def test_requests_wait_for_memory() -> None:
+    engine = Engine(num_blocks=8)
+    for first in (3, 4, 5):
+        engine.add(str(first), [first] * 12, max_tokens=12, ignore_eos=True)
+    seen: set[str | None] = set()
+    while engine.step():
+        seen |= set(waits(engine).values())
+    assert seen == {None, "memory"}

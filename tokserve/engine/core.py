@@ -324,7 +324,9 @@ class EngineCore:
     @command("requests")
     def _requests(self, limit: int) -> dict[str, Any]:
         """Submissions of all front ends, oldest first."""
-        return {"weight_version": self.scheduler.weights.version} | self.intake.accepted.summary(limit, self._clock())
+        waits_for = (lambda request: "pause") if self.control.frozen else self.scheduler.waits_for
+        listed = self.intake.accepted.summary(limit, self._clock(), waits_for)
+        return {"weight_version": self.scheduler.weights.version, "epoch": self.scheduler.weights.epoch} | listed
 
     @command("check")
     def _check(self) -> bool:

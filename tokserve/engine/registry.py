@@ -5,7 +5,7 @@ The one authority on ids for all front ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 
 from tokserve.engine.request import Request, State
 
+WaitsFor = Callable[[Request], str | None]
 ENDED_KEPT = 10_000  # ended submissions whose client's ids an abort still finds
 
 
@@ -25,11 +26,12 @@ class Submission:
     group_id: str | None
     requests: dict[str, Request]
 
-    def summary(self, now: float) -> dict[str, Any]:
+    def summary(self, now: float, waits_for: WaitsFor) -> dict[str, Any]:
         """What operators see: the choices that have not ended, for how long, and what they wait for; no tokens.
 
-        `state`: running if a choice has a slot, else preempted if one has had it, else waiting.  `prompt_tokens` is of
-        the longest prompt, `cached_tokens` and `output_tokens` are sums, `age` and `queued` (None: still) are seconds.
+        `state`: running if a choice has a slot, else preempted if one has had it, else waiting; `waits_for`: what the
+        first choice without a slot waits for, None if one has a slot.  `prompt_tokens` is of the longest prompt,
+        `cached_tokens` and `output_tokens` are sums, `age` and `queued` (None: still) are seconds.
         """
         requests = list(self.requests.values())
         running = sum(request.state is State.RUNNING for request in requests)
@@ -39,6 +41,7 @@ class Submission:
             "request_id": self.request_id,
             "group_id": self.group_id,
             "state": "running" if running else "preempted" if admitted else "waiting",
+            "waits_for": None if running else next(filter(None, map(waits_for, requests)), None),
             "choices": len(requests),
             "running": running,
             "age": now - received,
@@ -118,10 +121,11 @@ class Registry:
         """Whether the client's id was in use recently."""
         return bool((self._ended[: self._num_ended] == hash(request_id)).any())
 
-    def summary(self, limit: int, now: float) -> dict[str, Any]:
-        """The first `limit` submissions, in order of receipt; `now`: by the clock of `Request.received`."""
+    def summary(self, limit: int, now: float, waits_for: WaitsFor) -> dict[str, Any]:
+        """The first `limit` submissions, in order of receipt; `now`: by the clock of `Request.received`; `waits_for`:
+        what keeps a request from running."""
         submissions = self._submissions.values()
         return {
             "total": len(submissions),
-            "requests": [submission.summary(now) for submission in islice(submissions, limit)],
+            "requests": [submission.summary(now, waits_for) for submission in islice(submissions, limit)],
         }

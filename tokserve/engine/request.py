@@ -13,7 +13,7 @@ import enum
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,6 +39,13 @@ RESTRICTIONS = {  # of `SamplingParams`: the fields that exclude tokens, as an e
     "min_tokens": "min_tokens",
     "thinking_token_budget": "thinking_token_budget",
 }
+
+
+class Gate(NamedTuple):
+    """What a feature may keep a request waiting for; `name`: what operators see."""
+
+    name: str
+    is_open: Callable[[], bool]
 
 
 class State(enum.Enum):
@@ -138,7 +145,7 @@ class Request:
         self.last_step = -1  # the newest step with a row of it
         self.is_decoding = False  # a token was planned since it got its slot, so its prompt is computed
         self.stalled = False  # its client does not read what it was sent
-        self.gates: tuple[Callable[[], bool], ...] = ()  # of features: nothing of it is computed unless all say True
+        self.gates: tuple[Gate, ...] = ()  # of features: nothing of it is computed unless all are open
         self.listeners: tuple[Callable[[int], object], ...] = ()  # of features: told of every new token
         self.finish: Finish | None = None
 
@@ -202,7 +209,7 @@ class Request:
     @property
     def is_held(self) -> bool:
         """Whether a feature keeps it from being computed."""
-        return not all([gate() for gate in self.gates])
+        return not all([gate.is_open() for gate in self.gates])
 
     @property
     def released(self) -> bool:

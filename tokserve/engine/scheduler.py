@@ -217,6 +217,24 @@ class Scheduler(RequestSlots):
             return False
         return all(may_enter(request) for may_enter in self._hooks.may_enter)
 
+    def waits_for(self, request: Request) -> str | None:
+        """What a request without a slot waits for: `pause` (one that lets others end first), `client` (to read), the
+        name of a gate, another `feature`, `prefix` (another request computes it), `memory` (blocks) or `slot`."""
+        if request.state is State.RUNNING:
+            return None
+        if self.barrier is not None and request.number >= self.barrier:
+            return "pause"
+        if request.stalled:
+            return "client"
+        for gate in request.gates:
+            if not gate.is_open():
+                return gate.name
+        if not all(may_enter(request) for may_enter in self._hooks.may_enter):
+            return "feature"
+        if self._cache.must_wait(request.table):
+            return "prefix"
+        return "memory" if self._short and self._num_open > 0 else "slot"
+
     def _admit(self, builder: PlanBuilder, now: float, beyond: bool) -> None:
         """Waiting requests in order, while slots, budget and blocks last.  One whose prefix is being computed for
         another, that a feature holds, or that is behind the barrier, is passed over; one that does

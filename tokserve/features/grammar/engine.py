@@ -10,7 +10,7 @@ import numpy as np
 from tokserve.engine.features import EngineContext
 from tokserve.engine.hooks import EngineFeature, Prerequisite
 from tokserve.engine.plan_builder import InFlightStep, ScheduledRow
-from tokserve.engine.request import Request
+from tokserve.engine.request import Gate, Request
 from tokserve.features.grammar.followed import FollowedGrammar
 from tokserve.features.grammar.grammars import Grammars
 from tokserve.features.grammar.mask_worker import MaskWorker
@@ -37,7 +37,7 @@ class GrammarFeature(EngineFeature):
             return None
         followed = FollowedGrammar(request, self.grammars.compile(task.structured_outputs, request.client))
         self._followed[request] = followed
-        request.gates += (lambda: followed.is_ready,)
+        request.gates += (Gate("grammar", lambda: followed.is_ready),)
         return Prerequisite(followed.future, lambda: self._begin(followed), "the grammar could not be compiled")
 
     def _begin(self, followed: FollowedGrammar) -> None:

@@ -14,11 +14,15 @@ DEFAULT_LIMIT, MAX_LIMIT = 100, 10_000
 
 
 class LiveRequest(msgspec.Struct):
-    """One HTTP request; counts are over its choices that have not ended, times are in seconds."""
+    """One HTTP request; counts are over its choices that have not ended, times are in seconds.
+
+    `waits_for`, of a request without a slot: slot, memory, prefix, grammar, feature, client or pause.
+    """
 
     request_id: str
     group_id: str | None
     state: str
+    waits_for: str | None
     choices: int
     running: int
     age: float
@@ -34,6 +38,7 @@ class LiveRequests(msgspec.Struct):
     """The oldest of `total` requests."""
 
     weight_version: str
+    epoch: int
     total: int
     requests: list[LiveRequest]
 
