@@ -86,6 +86,7 @@ class Request:
         "is_decoding",
         "joint",
         "last_step",
+        "least_computed",
         "limit",
         "listeners",
         "num_computed",
@@ -143,6 +144,7 @@ class Request:
         self.num_in_flight = 0  # tokens that steps in flight sample, at most
         self.steps_in_flight = 0  # steps that mention it
         self.last_step = -1  # the newest step with a row of it
+        self.least_computed: int | None = None  # the first position that a feature needs computed, cached or not
         self.is_decoding = False  # a token was planned since it got its slot, so its prompt is computed
         self.stalled = False  # its client does not read what it was sent
         self.gates: tuple[Gate, ...] = ()  # of features: nothing of it is computed unless all are open
@@ -182,13 +184,13 @@ class Request:
     @property
     def reusable(self) -> int:
         """Leading tokens whose KV may come from the cache: the last token must be computed to go on, and so must every
-        position that a prompt logprob, or the pooling, still needs."""
+        position that a prompt logprob, the pooling or a feature still needs."""
         if isinstance(self.task, PoolingParams) and self.task.pooling != "last":
             return 0
         reusable = len(self.tokens) - 1
         if self.output.next_prompt_row < self.prompt_len:
             reusable = min(reusable, self.output.next_prompt_row - 1)
-        return reusable
+        return reusable if self.least_computed is None else min(reusable, self.least_computed)
 
     def reusable_blocks(self, block_size: int) -> int:
         """Full blocks that may come from the cache.  One may reach past `reusable` by the last token: that

@@ -199,7 +199,7 @@ class CudaBackend:
         else:
             batch = self.slots.build(plan, self.kv)
             if features is not None:
-                batch.embeds, batch.added = features.embeds, features.added
+                features.put_into(batch)
             states = model.forward(batch)
         every = np.add.reduce(plan.num_logits) == len(states)
         ends = np.cumsum(plan.num_tokens, dtype=np.int64)

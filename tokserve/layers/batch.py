@@ -6,10 +6,12 @@ read it and never keep it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+Tap = Callable[[int, Tensor], None]
 Pages = list[tuple[Tensor, ...]]  # per layer: the tensors of its spec; keys and values are each [B, Hk, P, D]
 
 
@@ -59,6 +61,8 @@ class ForwardBatch:
     `token_types`: of tokens of pairs, 0 for the first text and 1 for the second; None: all are 0.
     `bidirectional`: rows whose tokens see each other, later ones too; None: no row.  A request's tokens may be several
     rows then, one after the other.
+    `tap`: called in a forward pass with a number of layers and the hidden states [T, hidden] after so many, 0 to all;
+    those after the last one are what the head reads.  The states are overwritten later.  With it, as with `routed`.
     `work`: what `attention_work` made of these rows in this pass, by the kind of layer.
     """
 
@@ -78,4 +82,5 @@ class ForwardBatch:
     axes: Tensor | None = None  # [3, T] int64
     bidirectional: Tensor | None = None  # [R] bool
     token_types: Tensor | None = None  # [T] int64
+    tap: Tap | None = None
     work: dict[tuple[int, ...], Tensor | None] = field(default_factory=dict)

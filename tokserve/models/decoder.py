@@ -268,8 +268,12 @@ class Decoder:
         """Compute the batch's tokens, up to the final norm, and store their keys and values."""
         last = len(self.spec.blocks) - 1
         batch.work = {}  # a batch that is filled again has other lengths
-        needed = batch.logits_rows if batch.routed is None else None  # all tokens are routed in the last layer too
+        tap = batch.tap
+        # all tokens are routed, and have a hidden state, in the last layer too
+        needed = batch.logits_rows if batch.routed is None and tap is None else None
         x, residual = self._enter(batch)
+        if tap is not None:
+            tap(self.numbers.start, residual)
         added = () if batch.added is None else batch.added[1]
         tables = self.rope_tables
         if batch.axes is not None:
@@ -291,6 +295,8 @@ class Decoder:
             x = block.mlp_post_norm(x)
             if layer != self.numbers[-1] or self.stage.is_last:
                 x, residual = following.add(x, residual, block.residual_multiplier)
+            if tap is not None:
+                tap(layer + 1, x if layer == last else residual)
         if not self.stage.is_last:
             return self._pass_on(x, residual)
         if batch.logits_rows is None or needed is not None:

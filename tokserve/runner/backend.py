@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from tokserve.layers.batch import ForwardBatch, Pages
+from tokserve.layers.batch import ForwardBatch, Pages, Tap
 from tokserve.models.decoder import Decoder
 from tokserve.protocol.kv_spec import KVLayout
 from tokserve.protocol.plan import Int32, StepPlan
@@ -45,8 +45,18 @@ WARM_UPS: tuple[dict[str, Any], ...] = (  # sampling parameters; all but the fir
 class FeatureRows:
     """What features bring to a batch: its fields of these names."""
 
-    embeds: tuple[Tensor, Tensor]
+    embeds: tuple[Tensor, Tensor] | None = None
     added: tuple[Tensor, Tensor] | None = None
+    tap: Tap | None = None
+
+    def joined(self, other: FeatureRows | None) -> FeatureRows:
+        """These, and what another feature brings, which is none of the same fields."""
+        if other is None:
+            return self
+        return FeatureRows(self.embeds or other.embeds, self.added or other.added, self.tap or other.tap)
+
+    def put_into(self, batch: ForwardBatch) -> None:
+        batch.embeds, batch.added, batch.tap = self.embeds, self.added, self.tap
 
 
 @dataclass(frozen=True, slots=True)

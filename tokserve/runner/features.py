@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve.base.rooms import contributions
@@ -78,7 +79,7 @@ class RunnerFeature:
         """The slot is free."""
 
     def before(self, plan: StepPlan, model: Decoder) -> FeatureRows | None:
-        """What stands in the place of tokens of a plan; one feature has something for it."""
+        """What the feature brings to the plan's batch."""
 
     def needed(self, plan: StepPlan) -> dict[int, int]:
         """Plan row -> of how many of its last positions `after` reads the hidden states; a feature defines both."""
@@ -86,6 +87,10 @@ class RunnerFeature:
 
     def after(self, model: Decoder, plan: StepPlan, row: int, states: Tensor) -> Float32 | None:
         """The hidden states [count, H] that `needed` has named; returns the result of the row's request, at its end."""
+
+    def values(self, plan: StepPlan) -> Mapping[str, dict[int, NDArray[Any]]]:
+        """What the step that was just computed brought, by name and plan row: of `StepResult.values`."""
+        raise NotImplementedError
 
     def on_weights(self) -> None:
         """The weights are others, or given up."""
@@ -112,6 +117,7 @@ class RunnerHooks:
         self.release: tuple[Callable[[int], None], ...] = those("release")
         self.before: tuple[Callable[[StepPlan, Decoder], FeatureRows | None], ...] = those("before")
         self.readers: tuple[RunnerFeature, ...] = tuple(method.__self__ for method in those("after"))
+        self.values: tuple[Callable[[StepPlan], Mapping[str, dict[int, NDArray[Any]]]], ...] = those("values")
         self.on_weights: tuple[Callable[[], None], ...] = those("on_weights")
         self.totals: tuple[Callable[[], dict[str, int]], ...] = those("totals")
         self.on_pages_lost: tuple[Callable[[], None], ...] = those("on_pages_lost")

@@ -83,7 +83,7 @@ class HostBackend:
     def forward(self, model: Decoder, plan: StepPlan, needed: Int32, features: FeatureRows | None) -> HiddenStates:
         batch = self.slots.build(plan, self.kv)
         if features is not None:
-            batch.embeds, batch.added = features.embeds, features.added
+            features.put_into(batch)
         batch.routed = None if self.routed is None else []
         batch.logits_rows = self.slots.logits_rows(plan, batch, needed)
         states = model.forward(batch)

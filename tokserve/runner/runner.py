@@ -122,7 +122,8 @@ class Runner:
         plan, rows = step.plan, step.rows
         features = None
         for before in self.hooks.before:
-            features = before(plan, self.model) or features
+            more = before(plan, self.model)
+            features = more if features is None else features.joined(more)
         began = time.monotonic_ns()
         logits = self.backend.replay(plan) if features is None else None
         if logits is not None:
@@ -151,6 +152,8 @@ class Runner:
                 if vector is not None:
                     step.values.setdefault("pooled", {})[row] = vector
             logits = self._logits(hidden) if len(rows.slots) else None
+            for values in self.hooks.values:
+                step.values |= values(plan)
         if self.backend.states is not None:
             step.saved = self.backend.states.saved
         if self.backend.routed is not None:
