@@ -33,6 +33,7 @@ ROOMS: dict[str, str] = {  # module of the room, by its name; routes of a later 
     "groups": "tokserve.features.groups.room",
     "masks": "tokserve.features.masks.room",
     "entropy": "tokserve.features.entropy.room",
+    "hidden_states": "tokserve.features.hidden_states.room",
     "label_scores": "tokserve.features.label_scores.room",
     "openai": "tokserve.dialects.openai.room",
     "anthropic": "tokserve.dialects.anthropic.room",

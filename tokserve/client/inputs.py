@@ -130,6 +130,8 @@ class Inputs:
             params = self._forms.complete(params)
         if params.return_sampling_mask:
             require_room("masks", "return_sampling_mask")
+        if params.hidden_states is not None:
+            require_room("hidden_states", "hidden_states")
         _check_extra(params)
         check_lists(params, self._limits, self.ready.vocab_size)
         length = self._check_prompt(request.prompt.ids, outputs=int(params.max_tokens != 0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import cache
+from itertools import pairwise
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -198,6 +199,24 @@ class ThinkingMarkers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     inside: bool | None = None
 
 
+class HiddenStateChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which hidden states are returned, both ascending.
+
+    `layers`: after so many layers, 0 are the embeddings, and all layers what the head reads.  `positions`: of prompt
+    and output, from the first token of the prompt on; those that are not computed are left out.
+    """
+
+    layers: Annotated[list[Count], Meta(min_length=1)]
+    positions: Annotated[list[Count], Meta(min_length=1)]
+
+    def validate(self) -> None:
+        """Raise RequestError for numbers that do not ascend."""
+        for name in ("layers", "positions"):
+            values = getattr(self, name)
+            if any(after <= before for before, after in pairwise(values)):
+                _refuse(f"hidden_states.{name}", "must be ascending, without repetitions")
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """How to draw tokens and when to stop; vLLM's names and meanings.
 
@@ -211,7 +230,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     many of the first tokens of the prompt are left out of the routed experts; `routed_experts_format`: how replies
     have these (`families.mixtures.reply`).  `return_sampling_mask` returns the
     ids that each token was drawn from; None is the server's default.  `return_entropy` returns the entropy of the
-    model's distribution at the temperature for each token.  `prompt_logprobs_mode`: of the prompt's
+    model's distribution at the temperature for each token.  `hidden_states` returns those of chosen positions and
+    layers.  `prompt_logprobs_mode`: of the prompt's
     logprobs; None: `logprobs_mode`.  `trace_decode_token_ids`: the output, which is decoded as if it had been sampled.
     `stop_after`: two texts, the markers of reasoning; in an output that begins with the first, `stop` counts after the
     second.  `thinking_token_budget`: so many tokens of reasoning, after which the marker that ends it is all that may
@@ -251,6 +271,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs_mode: LogprobsMode | None = None
     return_sampling_mask: bool | None = None
     return_entropy: bool = False
+    hidden_states: HiddenStateChoice | None = None
     trace_decode_token_ids: Annotated[list[int], Meta(min_length=1)] | None = None
     structured_outputs: StructuredOutputs | None = None
     extra_args: dict[str, Any] | None = None
@@ -312,7 +333,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def validate(self) -> None:
         """Raise `RequestError` with the field's name for a value out of its range."""
         check_ranges(type(self), msgspec.structs.asdict(self))
-        if self.max_tokens == 0 and not self.scores_prompt:
+        if self.max_tokens == 0 and not self.scores_prompt and self.hidden_states is None:
             _refuse("max_tokens", "must be at least 1 (0 scores a prompt, with prompt_logprobs)")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse("min_tokens", f"must not be above max_tokens ({self.max_tokens}), got {self.min_tokens}")
@@ -320,6 +341,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._validate_trace()
         if self.repetition_detection is not None:
             self.repetition_detection.validate()
+        if self.hidden_states is not None:
+            self.hidden_states.validate()
         if self.structured_outputs is not None:
             self.structured_outputs.validate()
         self._validate_ids()

@@ -38,6 +38,7 @@ VERBOSITY = _ignored("medium", note="no template reads it", strict=True)
 _TAG = "users are not distinguished and nothing is stored"
 _CACHE = "the prefix cache needs no hints"
 _OUTPUTS = "use structured_outputs"
+_TOKENS_ONLY = "use hidden_states of the token route"
 
 # of OpenAI
 OPENAI: FieldTable = {
@@ -91,7 +92,8 @@ DIALECTS: FieldTable = {
     "custom_logit_processor": _refused("", note="use logit_bias or structured_outputs"),
     "lora_path": _refused("", note="use model"),
     "no_stop_trim": _refused(False, note="use include_stop_str_in_output"),
-    "return_hidden_states": _refused(False),
+    "hidden_states": _refused(note=_TOKENS_ONLY),
+    "return_hidden_states": _refused(False, note=_TOKENS_ONLY),
     "session_params": _refused({}),
     "stop_regex": _refused("", [], note="use stop, stop_token_ids or structured_outputs"),
     "cache_prompt": _ignored(True, note=_CACHE),
@@ -246,7 +248,7 @@ SGLANG: FieldTable = {
     "audio_data": _refused(),
     "session_params": _refused(),
     "custom_logit_processor": _refused(),
-    "return_hidden_states": _refused(False),
+    "return_hidden_states": _refused(False, note=_TOKENS_ONLY),
     "return_indexer_topk": _refused(False),
     "bootstrap_host": _refused(),
     "bootstrap_port": _refused(),

@@ -36,6 +36,7 @@ FIELDS: dict[str, str] = {
     "token_ids_b64": "The prompt as base64 of little-endian int32.",
     "packed_top_logprobs": "Alternatives as arrays in base64; with return_tokens_as_token_ids.",
     "return_entropy": "The entropy of each token's distribution at the temperature.",
+    "hidden_states": "Return the hidden states of these positions after these numbers of layers.",
     "routed_experts_format": "Routed experts as a file of numpy, as an object, or as one in the smallest dtype.",
     "routed_experts_prompt_start": "The first prompt position whose routed experts are returned.",
     "kv_transfer_params": "Transfer of the request's KV to or from another server; needs --kv-transfer-config.",

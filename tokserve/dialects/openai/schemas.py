@@ -41,6 +41,7 @@ OTHER_FORM = (
     "prompt_logprob_token_ids",
     "prompt_logprob_start",
     "trace_decode_token_ids",
+    "hidden_states",
 )
 NOT_OF_RESPONSES = (
     "n",

@@ -1,0 +1,1 @@
+"""Hidden states of chosen positions after chosen layers (`hidden_states`)."""
