@@ -197,7 +197,7 @@ def run(name: str) -> bool:
 def run_pieces(name: str) -> bool:
     """Run one of `PIECES`; whether it passed."""
     python = environment(HERE / "trl.txt", BUILD / "trl")
-    with Server("demo", "--dtype", "float32", "--admin-api-key", "k") as server:
+    with Server("demo", "--dtype", "float32", "--admin-api-key", "k", "--enable-lora") as server:
         command = [str(python), str(HERE / f"{name}.py"), server.url, str(DEMO_DIR), "k"]
         env = {**os.environ, **OFFLINE, **NOWHERE, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)

@@ -135,11 +135,11 @@ def check_transfer() -> None:
     assert differing(policy.named_parameters()) == []
 
 
-def adapted() -> Any:
+def adapted(rank: int = 8) -> Any:
     """A peft model whose adapter changes what it computes."""
     torch.manual_seed(0)
     targets = ["q_proj", "v_proj", "down_proj"]
-    return get_peft_model(model(), LoraConfig(r=8, target_modules=targets, init_lora_weights=False)).eval()
+    return get_peft_model(model(), LoraConfig(r=rank, target_modules=targets, init_lora_weights=False)).eval()
 
 
 def logprobs(policy: Any, ids: list[int]) -> torch.Tensor:
@@ -148,11 +148,11 @@ def logprobs(policy: Any, ids: list[int]) -> torch.Tensor:
     return rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
-def largest_difference(policy: Any) -> float:
-    """The largest difference of a logprob: the server's and the policy's."""
+def largest_difference(policy: Any, name: str | None = None) -> float:
+    """The largest difference of a logprob: the policy's and that of the server's model of this name."""
     ids = list(range(40, 80))
     with Client(URL, api_key=KEY) as client:
-        served = torch.tensor(client.score([ids], [1])[0])
+        served = torch.tensor(client.score([ids], [1], model=name)[0])
     return float((served - logprobs(policy, ids)).abs().max())
 
 
@@ -169,7 +169,6 @@ def check_adapter() -> None:
         "server mode": walker.sync_weights,
         "the client's module": lambda: walker.vllm_client.update_model_params(policy),
         "a transfer": lambda: transfer.send_weights(walker._iter_named_params()),
-        "a rollout function": lambda: rollouts(policy),
         "the client's push": lambda: Client(URL, api_key=KEY).push(policy, delta=True),
         "a generator": lambda: Client(URL, api_key=KEY).push(walker._iter_named_params()),
     }
@@ -184,6 +183,16 @@ def check_adapter() -> None:
             assert largest_difference(policy) < 1e-4, way
     for name, tensor in policy.state_dict().items():
         assert torch.allclose(tensor, before[name], atol=1e-5), name
+
+
+def check_rollout_function() -> None:
+    """Check that an adapter is pushed as one where the server takes it, and merged where it does not."""
+    for rank, name in ((8, pieces.ADAPTER), (64, None)):
+        policy = adapted(rank)
+        rollouts(policy)
+        assert largest_difference(policy, name) < 1e-4, rank
+        with policy.disable_adapter():
+            assert (largest_difference(policy) < 1e-4) == (name is not None)
 
 
 def rollouts(policy: Any) -> None:
@@ -233,5 +242,6 @@ if __name__ == "__main__":
     check_the_client()
     check_transfer()
     check_adapter()
+    check_rollout_function()
     check_buffers()
     check_the_key()

@@ -15,18 +15,20 @@ import itertools
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from trl.generation import vllm_client, vllm_generation
 
 from . import Rollout, TokserveClient
 from .deltas import file_pieces
+from .errors import ServerError
 from .pools import authorization, is_this_machine, sync_pool
 from .step_seeds import StepSeeds
 from .trl_run import TrainerRun, follow_trainers
@@ -44,6 +46,8 @@ CHECK_FOR_VLLM = (  # modules of TRL that ask whether vLLM is installed before t
     "trl.experimental.iw_opd.iw_opd_trainer",
 )
 CONCURRENT = 256  # prompts that are in flight at once
+ADAPTER = "policy"  # what the server calls a trained adapter
+Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 
@@ -289,12 +293,18 @@ class RolloutFunction:
     server's rollouts cannot have is a ValueError, which names it.  Each process of a distributed run
     generates for its own prompts.  The model has to be whole on the main process: DDP and peft work, and for sharded
     models there is `use_tokserve`.  TRL reports the difference of logprobs in its server mode only.
+
+    A server with `--enable-lora` gets the base of a peft model once and then its adapter, which is called `ADAPTER`
+    there; an adapter that it refuses is merged, as it is for other servers.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, **sampling: Any) -> None:
         self._url, self._api_key, self._sampling = url, api_key, sampling
         self._updates = WeightUpdates(url, api_key=api_key)
         self._pushed_step: int | None = None
+        self._model: str | None = None  # what requests name
+        self._merges: bool | None = None  # None: that is not known yet
+        self._base_is_there = False  # what an adapter adds to was pushed
         self._seeds = StepSeeds()
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -302,19 +312,50 @@ class RolloutFunction:
         accelerator = trainer.accelerator
         check_settings(trainer.args, vllm=trainer.use_vllm)
         if self._pushed_step != trainer.state.global_step:
+            names: list[str | None] = [None]
             if accelerator.is_main_process:
-                with self._updates.update() as update_id:
-                    self._updates.send(accelerator.unwrap_model(trainer.model), update_id)
-            accelerator.wait_for_everyone()
-            self._pushed_step = trainer.state.global_step
+                names = [self._push(accelerator.unwrap_model(trainer.model))]
+            broadcast_object_list(names)
+            self._model, self._pushed_step = names[0], trainer.state.global_step
         ids = prompt_ids(prompts, trainer)
-        with ThreadPoolExecutor(1) as thread:  # the caller's may have an event loop
-            rollouts = thread.submit(asyncio.run, self._generate(ids, trainer)).result()
+        rollouts = _run(self._generate(ids, trainer))
         return {
             "prompt_ids": ids,
             "completion_ids": [rollout.token_ids.tolist() for rollout in rollouts],
             "logprobs": [rollout.logprobs.tolist() for rollout in rollouts],
         }
+
+    def _push(self, model: Any) -> str | None:
+        """Send a model, or its adapter; returns the name that requests need for it."""
+        if self._merges is None:
+            self._merges = not (hasattr(model, "peft_config") and _run(self._serves_adapters()))
+        if not self._merges:
+            try:
+                if not self._base_is_there:
+                    with model.disable_adapter():
+                        self._send(model)
+                    self._base_is_there = True
+                _run(self._push_adapter(model))
+                return ADAPTER
+            except (ServerError, TypeError) as error:
+                if isinstance(error, ServerError) and error.status >= httpx.codes.INTERNAL_SERVER_ERROR:
+                    raise
+                log.warning("the adapter is merged from now on, because it cannot be pushed: %s", error)
+                self._merges = True
+        self._send(model)
+        return None
+
+    def _send(self, model: Any) -> None:
+        with self._updates.update() as update_id:
+            self._updates.send(model, update_id)
+
+    async def _serves_adapters(self) -> bool:
+        async with TokserveClient(self._url, api_key=self._api_key) as client:
+            return bool((await client.config())["lora"]["enable_lora"])
+
+    async def _push_adapter(self, model: Any) -> None:
+        async with TokserveClient(self._url, api_key=self._api_key) as client:
+            await client.push_adapter(model, ADAPTER)
 
     async def _generate(self, ids: list[list[int]], trainer: Any) -> list[Rollout]:
         """A rollout for each row; equal rows that follow one another are choices of one request."""
@@ -329,10 +370,16 @@ class RolloutFunction:
         )
         async with TokserveClient(self._url, api_key=self._api_key) as client:
             calls = [
-                client.generate([row], n=n, seeds=None if "seed" in sampling else [seed], **sampling)
+                client.generate([row], n=n, seeds=None if "seed" in sampling else [seed], model=self._model, **sampling)
                 for (row, n), seed in zip(groups, seeds, strict=True)
             ]
             return list(itertools.chain.from_iterable(await asyncio.gather(*calls)))
+
+
+def _run(call: Coroutine[Any, Any, Result]) -> Result:
+    """What `call` returns; the caller's thread may have an event loop."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, call).result()
 
 
 def prompt_ids(prompts: list[Any], trainer: Any) -> list[list[int]]:
