@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -66,6 +69,17 @@ def children(trials: Trials) -> list[psutil.Process]:
     return [] if trials.pid is None else psutil.Process(trials.pid).children()
 
 
+@contextmanager
+def stopped(trials: Trials) -> Iterator[None]:
+    """The process of the trials gets no processor."""
+    assert trials.pid is not None
+    os.kill(trials.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(trials.pid, signal.SIGCONT)
+
+
 def test_no_process_and_no_thread_before_the_first_grammar(trials: Trials) -> None:
     assert trials.pid is None and trials._thread is None
 
@@ -101,9 +115,23 @@ def test_a_costly_grammar_is_refused_and_its_trial_ends(trials: Trials, monkeypa
     refusal = costly(trials).result
     assert isinstance(refusal, RequestError) and "compiling it takes more than 0.5 s" in refusal.message
     assert refusal.field == "structured_outputs.grammar"
-    monkeypatch.setattr(module, "SECONDS", PATIENCE)  # a busy machine may take half a second for anything
+    monkeypatch.setattr(module, "SECONDS", PATIENCE)
     assert isinstance(Tried(trials, regex="after").result, Cost)
     until(lambda: not children(trials))
+
+
+def test_a_trial_that_waits_for_a_processor_is_not_refused(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    Tried(trials, regex="started").outcome.result(PATIENCE)
+    monkeypatch.setattr(module, "SECONDS", 1.0)
+    with stopped(trials):
+        waiting = Tried(trials, regex="waiting")
+        time.sleep(1.2)
+        assert not waiting.outcome.done()
+    assert isinstance(waiting.result, Cost)
+    monkeypatch.setattr(module, "LONGEST", 0.1)
+    with stopped(trials):
+        refusal = Tried(trials, regex="stuck").result
+        assert isinstance(refusal, Unavailable) and "no processor was free" in refusal.message
 
 
 @pytest.mark.slow

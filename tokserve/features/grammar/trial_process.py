@@ -28,7 +28,6 @@ from tokserve.protocol.params import StructuredOutputs
 
 READY = b"{}\n"
 MEMORY = 1 << 30  # bytes of address space that a trial may add
-CPU_SECONDS = 60  # of a child, in case the parent died
 MAX_LINE = 1 << 16  # bytes of a result
 
 
@@ -40,10 +39,11 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, frozen=True, tag=0):
-    """Begin a trial."""
+    """Begin a trial, which may take so many `seconds` of a processor."""
 
     number: int
     grammar: StructuredOutputs
+    seconds: float
 
 
 class StopTrial(msgspec.Struct, frozen=True, tag=1):
@@ -54,7 +54,7 @@ class StopTrial(msgspec.Struct, frozen=True, tag=1):
 
 class Result(msgspec.Struct, frozen=True):
     """The end of a trial: what the grammar costs, or the field and message of its refusal, or neither: the child has
-    died, for want of memory or by a fault of the library."""
+    died, for want of memory or time, or by a fault of the library."""
 
     number: int
     cost: tuple[int, float, float] | None = None
@@ -107,7 +107,7 @@ class Children:
     def _run(self, order: Start, writing: int) -> NoReturn:
         """Compile in the child, in a thread with a deep stack, write the result, and exit."""
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # stdout is the parent's
-        _limit()
+        _limit(order.seconds)
 
         def compile() -> None:
             result = Result(order.number)
@@ -127,15 +127,16 @@ class Children:
         os._exit(1)
 
 
-def _limit() -> None:
-    """Limit this child: it dies with its parent, is the first to die when memory runs out, and has limits."""
+def _limit(seconds: float) -> None:
+    """Limit this child: it dies with its parent, is the first to die when memory runs out, and has limits of memory and
+    of the processor's time."""
     end_with_parent(os.getppid())
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     with open("/proc/self/statm", "rb") as statm:
         mapped = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (mapped + STACK + MEMORY, mapped + STACK + MEMORY))
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # all threads together; SIGPROF ends the process
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

@@ -2,8 +2,9 @@
 
 A grammar may cost nearly nothing or more than there is, and its text does not tell.  So each gets a first slice of
 time in the quick lane; a trial that needs more goes on in the slow lane, or starts again there when the one before it
-has ended.  In both lanes clients take turns, and a client's short texts come before its long ones.  A thread runs the
-trials in a process (`trial_process`), which starts with the first trial.
+has ended.  What a grammar may cost is limited in time of a processor: a busy machine refuses none for it.  In both
+lanes clients take turns, and a client's short texts come before its long ones.  A thread runs the trials in a process
+(`trial_process`), which starts with the first trial.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from tokserve.protocol.params import StructuredOutputs
 
 logger = logging.getLogger(__name__)
 
-SECONDS = 5.0  # to compile a grammar
-SLICE = 0.25  # seconds of them in the quick lane
+SECONDS = 5.0  # of a processor, to compile a grammar
+SLICE = 0.25  # seconds in the quick lane
+LONGEST = 60.0  # seconds in the slow lane, where processors are busy
 START_SECONDS = 60.0  # of the process
 SHORT = 1024  # bytes of a short text
 LIVES = 2  # of a trial: how often the process may end while it runs
@@ -145,15 +147,15 @@ class Trials:
 
     def _patience(self) -> float | None:
         """Seconds until a trial has used up its time."""
-        ends = [trial.began + (SECONDS if slow else SLICE) for slow, trial in self._running.items()]
+        ends = [trial.began + (LONGEST if slow else SLICE) for slow, trial in self._running.items()]
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
     def _limit_time(self) -> None:
         now = time.monotonic()
         slow = self._running.get(True)
-        if slow is not None and now >= slow.began + SECONDS:
+        if slow is not None and now >= slow.began + LONGEST:
             self._stop(slow)
-            slow.done(_too_costly(slow))
+            slow.done(Unavailable(f"no processor was free to compile the grammar within {LONGEST:g} s; send it again"))
         quick = self._running.get(False)
         if quick is not None and now >= quick.began + SLICE:
             quick.slow = True
@@ -173,7 +175,7 @@ class Trials:
                     continue
                 trial.began = time.monotonic()
                 self._running[slow] = trial
-                self._send(Start(trial.number, trial.grammar))
+                self._send(Start(trial.number, trial.grammar, SECONDS))
 
     def _stop(self, trial: Trial) -> None:
         """Kill it in the process."""
@@ -254,5 +256,5 @@ class Trials:
 
 
 def _too_costly(trial: Trial) -> RequestError:
-    reason = f"compiling it takes more than {SECONDS:g} s or {MEMORY >> 30} GiB"
+    reason = f"compiling it takes more than {SECONDS:g} s of a processor or {MEMORY >> 30} GiB"
     return unusable(f"structured_outputs.{trial.grammar.kind}", reason)
