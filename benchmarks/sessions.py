@@ -106,7 +106,7 @@ def main() -> None:
             messages=b"[]",
         )
         message, sampled = answer(index, text, ids)
-        store.add("", "s", prompt, sampled, 0.0)
+        store.add("", "s", match.number, prompt, sampled, 0.0)
         messages = [*messages, message, {"role": "tool", "tool_call_id": f"call{index:05}", "content": text[:200]}]
 
 

@@ -205,6 +205,7 @@ def test_several_api_processes_have_one_store() -> None:
             assert other.get("/sessions/absent/tree").status_code == 404
             assert other.post("/sessions", json={"session_id": "s"}).status_code == 409
         check_after_a_kill(server)
+        check_after_a_kill_of_an_api_process(server)
 
 
 @pytest.mark.slow
@@ -230,6 +231,20 @@ def check_after_a_kill(server: Server) -> None:
     check_scores(server, turns)
     talk(server, "after", 2)
     check_scores(server, tree(server, "after"))
+
+
+def check_after_a_kill_of_an_api_process(server: Server) -> None:
+    """A request that ends with its process is not waited for, and its session is not busy."""
+    long = {"messages": [QUESTION], "max_tokens": 1900, "ignore_eos": True, "n": 16}
+    doomed = server.api_processes()[0]
+    with via(server, 0) as client, via(server, 1) as other, ThreadPoolExecutor(1) as pool:
+        talk(server, "killed", 1)
+        running = pool.submit(client.post, "/sessions/killed/v1/chat/completions", json=long)
+        until(lambda: good(other.get("/sessions/killed"))["state"] == "open")
+        doomed.kill()
+        assert isinstance(running.exception(), httpx.TransportError)
+        until(lambda: good(other.get("/sessions/killed"))["state"] == "idle")
+        assert len(tree(other, "killed")) == 1
 
 
 def test_a_trainer_reads_finished_sessions_and_scores_them(server: Served) -> None:

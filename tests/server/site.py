@@ -140,6 +140,11 @@ class Caller:
         self._left = asyncio.Event()
         self.task = asyncio.create_task(site.app(self.scope, self._receive, self._send))
 
+    @property
+    def is_read(self) -> bool:
+        """Whether the application has read the body."""
+        return not self._incoming
+
     def hang_up(self) -> None:
         self._left.set()
 

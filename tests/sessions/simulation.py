@@ -132,7 +132,7 @@ class Simulation:
             context=CONTEXT, parent=parent, because=because, new_ids=ids, chain=digests[first:], messages=b"[]"
         )
         prompt_ids = unpack_ids((match.ids if parent is not None else b"") + ids)
-        turn_id = self.store.add(OWNER, SESSION, prompt, self._sampled(messages, prompt_ids), self.now)
+        turn_id = self.store.add(OWNER, SESSION, match.number, prompt, self._sampled(messages, prompt_ids), self.now)
         assert turn_id is not None
         turn = self.store.get(OWNER, SESSION).turns[turn_id]
         self.requests.append(Request(messages, turn))

@@ -6,15 +6,17 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.sessions.simulation import CONTEXT
-from tokserve.base.errors import Conflict, NotFound, QueueFull, RequestError
+from tokserve.base.errors import Conflict, NotFound, QueueFull, RequestError, RequestFailed
 from tokserve.config import Config
 from tokserve.features.sessions import calls
 from tokserve.features.sessions.canonical import chain
 from tokserve.features.sessions.host import RemoteSessions, SessionHost, make_host
+from tokserve.features.sessions.store import SessionStore
 from tokserve.features.sessions.turns import Session, TurnAnswer, TurnPrompt
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -41,14 +43,14 @@ def answer() -> TurnAnswer:
     )
 
 
-def served(scene: Callable[[RemoteSessions, RemoteSessions], Awaitable[Any]], **options: Any) -> Path:
+def served(scene: Callable[..., Awaitable[Any]], *, with_host: bool = False, **options: Any) -> Path:
     """Run a scene of two processes that ask one host; returns the host's directory, which is gone."""
 
     async def run() -> Path:
         host = SessionHost(Config.make(sessions=True, **options))
-        one, other = RemoteSessions(host.address), RemoteSessions(host.address)
+        one, other = RemoteSessions(host.address, 0), RemoteSessions(host.address, 1)
         try:
-            await scene(one, other)
+            await scene(*((one, other, host) if with_host else (one, other)))
         finally:
             await one.close()
             await other.close()
@@ -62,10 +64,11 @@ def test_what_one_process_adds_another_finds() -> None:
     async def scene(one: RemoteSessions, other: RemoteSessions) -> None:
         find = calls.FindTurn("", "s", CONTEXT, chain([USER]))
         assert (await one.call(find)).because == "it is the first turn of the session"
-        one.notify(calls.AddTurn("", "s", prompt(), answer()))
+        one.notify(calls.AddTurn("", "s", 1, prompt(), answer()))
         again = calls.FindTurn("", "s", CONTEXT, chain([USER, ANSWER, USER]))
         match = await one.call(again)  # behind the notice
         assert (match.turn_id, match.ids, match.ended, match.message) == ("t0", b"abcdefgh", True, ANSWER)
+        assert match.number == 1
         assert await other.call(again) == match
         session: Session = await other.call(calls.ReadSession("", "s"))
         assert session.turns["t0"].answer == answer() and session.turns["t0"].prompt == prompt()
@@ -109,16 +112,75 @@ def test_a_request_waits_for_the_answer_that_it_continues() -> None:
     async def scene(one: RemoteSessions, other: RemoteSessions) -> None:
         before = chain([USER])
         await one.call(calls.FindTurn("", "s", CONTEXT, before))
-        one.notify(calls.BeginRequest("", "s", "r", before[-1]))
+        one.notify(calls.BeginRequest("", "s", 1, "r", before[-1]))
         await one.call(calls.CountSessions())
         find = asyncio.create_task(
             other.call(calls.FindTurn("", "s", CONTEXT, chain([USER, ANSWER, USER]), [before[-1]]))
         )
         await other.call(calls.CountSessions())
         assert not find.done()
-        one.notify(calls.AddTurn("", "s", prompt(), answer()))
+        one.notify(calls.AddTurn("", "s", 1, prompt(), answer()))
         one.notify(calls.EndRequest("", "s", "r"))
         assert (await find).turn_id == "t0"
+
+    served(scene)
+
+
+def test_a_request_waits_for_no_answer_but_the_one_that_it_continues() -> None:
+    async def scene(one: RemoteSessions, other: RemoteSessions) -> None:
+        before, after = chain([USER]), chain([USER, ANSWER, USER])
+        await one.call(calls.FindTurn("", "s", CONTEXT, before))
+        one.notify(calls.AddTurn("", "s", 1, prompt(), answer()))
+        one.notify(calls.BeginRequest("", "s", 1, "retry", before[-1]))
+        waited = await asyncio.wait_for(one.call(calls.FindTurn("", "s", CONTEXT, after, [before[-1]])), 60.0)
+        assert waited.turn_id == "t0"
+
+    with mock.patch.object(calls, "CONTINUES_SOON", 1e9):
+        served(scene)
+
+
+def test_a_process_that_ends_leaves_no_request() -> None:
+    async def scene(one: RemoteSessions, other: RemoteSessions, host: SessionHost) -> None:
+        before = chain([USER])
+        for process, name in ((one, "s"), (other, "t")):
+            number = (await process.call(calls.FindTurn("", name, CONTEXT, before))).number
+            for request in ("r", "q"):
+                process.notify(calls.BeginRequest("", name, number, request, before[-1]))
+            process.notify(calls.AddTurn("", name, number, prompt(), answer()))
+            process.notify(calls.EndRequest("", name, "q"))
+        waiting = asyncio.create_task(one.call(calls.NextSession("", 60.0, 60.0)))
+        assert (await one.call(calls.SummarizeSession("", "s"))).state == "open"
+        assert (await other.call(calls.SummarizeSession("", "t"))).state == "open"
+        host.on_process_end(0)
+        assert (await other.call(calls.SummarizeSession("", "s"))).state == "idle"
+        assert (await other.call(calls.SummarizeSession("", "t"))).state == "open"
+        await other.call(calls.CloseSession("", "s"))
+        assert (await other.call(calls.NextSession("", 0.0, 60.0))).session_id == "s"
+        waiting.cancel()
+
+    served(scene, with_host=True)
+
+
+def test_a_trainer_that_is_gone_gets_no_session() -> None:
+    async def scene(one: RemoteSessions, other: RemoteSessions) -> None:
+        waiting = asyncio.create_task(one.call(calls.NextSession("", 60.0, 60.0)))
+        await one.call(calls.CreateSession("", "s", {}))
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        await one.call(calls.CloseSession("", "s"))
+        assert (await other.call(calls.NextSession("", 0.0, 60.0))).session_id == "s"
+
+    served(scene)
+
+
+def test_the_host_outlives_a_call_that_fails() -> None:
+    async def scene(one: RemoteSessions, other: RemoteSessions) -> None:
+        with mock.patch.object(SessionStore, "create", side_effect=OverflowError), pytest.raises(RequestFailed):
+            await one.call(calls.CreateSession("", "s", {}))
+        with mock.patch.object(SessionStore, "end", side_effect=OverflowError):
+            one.notify(calls.EndRequest("", "s", "r"))
+            await one.call(calls.CountSessions())
+        assert await other.call(calls.CreateSession("", "s", {})) == "s"
 
     served(scene)
 

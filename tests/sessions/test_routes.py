@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 
 from tests.server.byte_tokenizer import EOS, TOKENIZER, ids
 from tests.server.scripted_llm import endless
-from tests.server.site import Site, site
+from tests.server.site import Caller, Site, site
 from tests.text.tool_templates import HERMES
 from tokserve.base.errors import StartError
 from tokserve.config import Config
@@ -363,12 +364,63 @@ def test_bounds_are_named() -> None:
     assert "--max-session-bytes" in answer.text
 
 
-@pytest.mark.parametrize("name", ["x" * 257, "next", "a/b", "é"])
-def test_an_id_that_no_path_can_have(name: str) -> None:
-    answer = agents_site("A").post(
-        "/v1/chat/completions", {"messages": [{"role": "user", "content": "q"}], "session_id": name}
-    )
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "session_id")
+def test_ids_that_no_path_can_have_are_refused() -> None:
+    server = agents_site("A")
+    messages = [{"role": "user", "content": "q"}]
+    for name in ("x" * 257, "next", "..", ".", "a/b", "é", "a\n", 5, [], True):
+        answer = server.post("/v1/chat/completions", {"messages": messages, "session_id": name})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "session_id"), name
+        answer = server.post("/sessions", {"session_id": name})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "session_id"), name
+    assert server.get("/sessions").json() == {"sessions": []}
+
+
+def test_the_path_of_an_id_with_odd_characters() -> None:
+    server = agents_site("A")
+    for name in ("a b", "a?b", "a#b", "a%2Fb", "a;b", "..."):
+        base_path = server.post("/sessions", {"session_id": name}).json()["base_path"]
+        chat(server, [{"role": "user", "content": "q"}], name)
+        assert len(server.get(f"{base_path}/tree").json()["turns"]) == 1
+
+
+def test_metadata_that_a_reply_cannot_have_is_refused() -> None:
+    server = agents_site("A")
+    server.post("/sessions", {"session_id": "s"})
+    for depth, statuses in ((100, {200}), *((depth, {200, 400}) for depth in range(700, 1000, 20)), (2000, {400})):
+        nested = b'{"x":' + b"[" * depth + b"]" * depth + b"}"
+        assert server.request("POST", "/sessions/s/metadata", content=nested).status_code in statuses
+        for form in ("application/json", "application/msgpack"):
+            assert server.get("/sessions/s", headers={"Accept": form}).status_code == 200
+            assert server.get("/sessions/s/tree", headers={"Accept": form}).status_code == 200
+    for path, body in (("/sessions", {"metadata": {"x": [1 << 64]}}), ("/sessions/s/metadata", {"x": -(1 << 65)})):
+        answer = server.post(path, body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "metadata")
+
+
+def test_messages_that_msgpack_cannot_have_are_json_text() -> None:
+    server = agents_site("A")
+    messages = [{"role": "user", "content": "q", "extra": 10**30}]
+    chat(server, messages)
+    assert tree(server, "s", "?messages=1")[0]["messages"] == messages
+    answer = server.get("/sessions/s/tree?messages=1", headers={"Accept": "application/msgpack"})
+    assert json.loads(msgspec.msgpack.decode(answer.content)["turns"][0]["messages"]) == messages
+
+
+def test_a_session_is_given_to_no_trainer_that_has_hung_up() -> None:
+    server = agents_site("A")
+    server.post("/sessions", {"session_id": "s"})
+
+    async def scene() -> None:
+        trainer = Caller(server, "/sessions/next", b"")
+        trainer.scope |= {"method": "GET", "query_string": b"wait=300"}
+        await trainer.wait_for(lambda _: trainer.is_read)
+        trainer.hang_up()
+        await trainer.task
+        async with server.client() as client:
+            assert (await client.post("/sessions/s/close")).status_code == 200
+            assert (await client.get("/sessions/next")).json()["session_id"] == "s"
+
+    asyncio.run(scene())
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def add(sessions: SessionStore, messages: list[dict[str, Any]], text: str, now: 
         message={"role": "assistant", "content": text},
         request_id="r",
     )
-    assert sessions.add("", "s", prompt, answer, now) is not None
+    assert sessions.add("", "s", match.number, prompt, answer, now) is not None
     return [*messages, answer.message, QUESTION]
 
 
@@ -60,7 +60,8 @@ def test_a_session_of_ten_thousand_turns() -> None:
         prompt = TurnPrompt(
             context=CONTEXT, parent=last.turn_id, because=None, new_ids=pack_ids([1, 2]), chain=digests, messages=b"[]"
         )
-        sessions.add("", "s", prompt, last.answer.__class__(**_fields(last.answer) | {"message": answer}), 0.0)
+        next_answer = last.answer.__class__(**_fields(last.answer) | {"message": answer})
+        sessions.add("", "s", session.number, prompt, next_answer, 0.0)
         last = session.turns[f"t{index}"]
     assert (last.depth, last.num_ids, len(session.ids(last))) == (9_999, 30_000, 120_000)
     assert sessions.num_bytes == session.num_bytes < 100 << 20
@@ -96,7 +97,7 @@ def test_sessions_that_are_not_used_make_room() -> None:
     sessions = store(max_sessions=2, ttl=10.0)
     for name in ("a", "b"):
         sessions.create("", name, {}, 0.0)
-    sessions.begin("", "a", "r", b"", 1.0)
+    sessions.begin("", "a", sessions.get("", "a").number, "r", b"", 1.0)
     with pytest.raises(QueueFull, match="--max-sessions"):
         sessions.create("", "c", {}, 5.0)
     sessions.create("", "c", {}, 12.0)
@@ -140,9 +141,43 @@ def test_an_owner_has_a_bound() -> None:
 def test_a_turn_of_a_session_that_is_gone_is_dropped() -> None:
     sessions = store()
     add(sessions, [QUESTION], "a")
-    turn = sessions.get("", "s").turns["t0"]
+    session = sessions.get("", "s")
+    turn = session.turns["t0"]
     sessions.delete("", "s")
-    assert sessions.add("", "s", turn.prompt, turn.answer, 0.0) is None
+    assert sessions.add("", "s", session.number, turn.prompt, turn.answer, 0.0) is None
+    add(sessions, [QUESTION], "b")  # a later session with the same id
+    sessions.begin("", "s", session.number, "r", b"", 0.0)
+    assert sessions.add("", "s", session.number, turn.prompt, turn.answer, 0.0) is None
+    assert sessions.get("", "s").state == "idle" and len(sessions.get("", "s").turns) == 1
+
+
+def test_leases_end_and_are_ended_by_deletion() -> None:
+    sessions = store(max_sessions=300)
+    for index in range(200):
+        sessions.create("", f"s{index}", {}, 0.0)
+        sessions.close("", f"s{index}", 0.0)
+    taken = [sessions.take("", lease, 1.0) for lease in (5.0, 3.0, 0.0)]
+    assert [one and one.session_id for one in taken] == ["s0", "s1", "s2"]
+    assert sessions.next_lease_end("", 1.0) == 4.0
+    sessions.delete("", "s1")
+    assert sessions.next_lease_end("", 1.0) == 6.0
+    for index in range(3, 200):
+        session = sessions.take("", 9.0, 2.0)
+        assert session is not None and session.session_id == f"s{index}"
+        sessions.delete("", session.session_id)
+    assert [one and one.session_id for one in (sessions.take("", 9.0, 6.0) for _ in range(3))] == ["s2", "s0", None]
+    assert sessions.take("other", 9.0, 6.0) is None
+
+
+def test_what_has_changed_is_known() -> None:
+    sessions = store()
+    for name in ("a", "b"):
+        sessions.create("one", name, {}, 0.0)
+    seen = sessions.num_changes
+    assert not sessions.has_changed("one", None, seen) and sessions.has_changed("one", "open", seen - 1)
+    sessions.close("one", "a", 0.0)
+    assert sessions.has_changed("one", "closed", seen) and sessions.has_changed("one", None, seen)
+    assert not sessions.has_changed("one", "open", seen) and not sessions.has_changed("other", None, seen)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ class Room:
     `conversations`: a function of a `Serving` that returns an observer of text conversations, or None.
     `messages`: a function that returns what reads outputs as chat messages; `server.replies.messages` describes it.
     `shared`: a function of a `Config` that returns what the supervisor of several API processes hosts for them, with an
-    `address` and an asynchronous `close`, or None.
+    `address`, an asynchronous `close`, and `on_process_end` for the index of a process that has ended; or None.
     `parameters`: a function of the name and value of a sampling parameter and the prefix of its path, which returns the
     value to read and raises RequestError; it is called for those of a route for tokens.
     `model_files`: a `checkpoint.ModelFiles`.

@@ -43,12 +43,11 @@ async def followed_prompt(
     slots = _image_slots(serving)
     options = template_options(serving, body, body.reasoning_effort, slots)
     assert body.messages is not None
-    named = (body.model_extra or {}).get("session_id")
     conversation = ChatConversation(
         messages=body.messages,
         model=serving.model.adapter(body.model),
         options=options,
-        session_id=named if isinstance(named, str) else None,
+        session_id=(body.model_extra or {}).get("session_id"),
         size=size,
         keeps_logprobs=keeps_logprobs,
     )

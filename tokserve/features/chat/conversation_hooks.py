@@ -26,13 +26,14 @@ class ChatConversation:
     """A conversation that is to be answered.
 
     `messages`: as chat has them.  `model`: the adapter, "" for the model itself.  `options`: of `ChatTemplate.text`.
-    `session_id`: a field of the body.  `size`: bytes of the body.  `keeps_logprobs`: the client gets logprobs.
+    `session_id`: a field of the body, as it was sent.  `size`: bytes of the body.  `keeps_logprobs`: the client gets
+    logprobs.
     """
 
     messages: Sequence[Any]
     model: str
     options: Mapping[str, Any]
-    session_id: str | None = None
+    session_id: Any = None
     size: int = 0
     keeps_logprobs: bool = False
     request_id: str = ""

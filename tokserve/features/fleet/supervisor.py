@@ -164,6 +164,8 @@ class Supervisor:
             if self._stopping or self.llm.dead:
                 return
             logger.error("API process %d %s; another takes its place", index, describe_exit(code))
+            for service in self._services.values():
+                service.on_process_end(index)
             aborted = 0
             error: str | None = ""
             joined, tries = self.llm.engine, 0

@@ -59,7 +59,7 @@ class ServerSessions:
             self._sweep = asyncio.get_running_loop().create_task(service.sweep())
             self.sessions = LocalSessions(service)
         else:
-            self.sessions = RemoteSessions(address)
+            self.sessions = RemoteSessions(address, serving.api_process.index)
 
 
 def start(serving: Serving) -> None:

@@ -123,35 +123,38 @@ class FindTurn(SessionCall):
     expects_answer: list[bytes] = []
 
     async def run(self, service: SessionService) -> Match:
-        deadline = time.monotonic() + CONTINUES_SOON
-        while service.store.is_running(self.owner, self.session_id, self.expects_answer):
-            if not await service.wait(deadline):
-                break
-        return service.store.match(self.owner, self.session_id, self.context, self.digests, time.time())
+        deadline, store = time.monotonic() + CONTINUES_SOON, service.store
+        while True:
+            match = store.match(self.owner, self.session_id, self.context, self.digests, time.time())
+            deeper = set(self.digests[max(match.num_messages - 1, 0) :]).intersection(self.expects_answer)
+            if not store.is_running(self.owner, self.session_id, deeper) or not await service.wait(deadline):
+                return match
 
 
 class BeginRequest(SessionNotice):
-    """A request is being answered; `digest`: of the chain of its messages."""
+    """A request is being answered; `number`: of its session; `digest`: of the chain of its messages."""
 
     owner: str
     session_id: str
+    number: int
     request_id: str
     digest: bytes
 
     def apply(self, service: SessionService) -> None:
-        service.store.begin(self.owner, self.session_id, self.request_id, self.digest, time.time())
+        service.store.begin(self.owner, self.session_id, self.number, self.request_id, self.digest, time.time())
 
 
 class AddTurn(SessionNotice):
-    """An answer has ended."""
+    """An answer has ended; `number`: of its session."""
 
     owner: str
     session_id: str
+    number: int
     prompt: TurnPrompt
     answer: TurnAnswer
 
     def apply(self, service: SessionService) -> None:
-        added = service.store.add(self.owner, self.session_id, self.prompt, self.answer, time.time())
+        added = service.store.add(self.owner, self.session_id, self.number, self.prompt, self.answer, time.time())
         counters = service.counters
         if added is None:
             counters.lost += 1
@@ -204,13 +207,15 @@ class ListSessions(SessionCall):
     newest_first: bool = False
 
     async def run(self, service: SessionService) -> list[Summary]:
-        deadline = time.monotonic() + min(self.wait, MAX_WAIT)
+        deadline, store = time.monotonic() + min(self.wait, MAX_WAIT), service.store
         while True:
-            listed = service.store.sessions(
-                self.owner, self.state, self.limit, self.after, newest_first=self.newest_first
-            )
-            if listed or not await service.wait(deadline):
+            seen = store.num_changes
+            listed = store.sessions(self.owner, self.state, self.limit, self.after, newest_first=self.newest_first)
+            if listed:
                 return listed
+            while not store.has_changed(self.owner, self.state, seen):
+                if not await service.wait(deadline):
+                    return []
 
 
 class ReadSession(SessionCall):

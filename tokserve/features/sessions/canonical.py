@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -118,7 +119,7 @@ def _json(value: Any) -> bytes:
     try:
         text = json.dumps(_plain(value), sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=repr)
     except (RecursionError, TypeError):  # a value that is nested too deeply, or keys that cannot be sorted
-        text = f"{type(value).__name__} that is no JSON"
+        text = secrets.token_hex()  # the same as no other
     return text.encode("utf-8", "surrogatepass")
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, get_args
+from urllib.parse import quote
 
 import msgspec
 from starlette.requests import Request
@@ -23,17 +25,19 @@ from tokserve.features.sessions.calls import (
     ReadSession,
     SummarizeSession,
 )
-from tokserve.features.sessions.replies import Format, LeafSequence, Sequences, Shared, Tree
+from tokserve.features.sessions.replies import Encoding, Format, LeafSequence, Sequences, Shared, Tree
 from tokserve.features.sessions.store import check_id
 from tokserve.features.sessions.turns import Session, Summary
 from tokserve.server.http import body, workers
 from tokserve.server.http.body import convert
+from tokserve.server.http.disconnect import CancelOnDisconnect
 from tokserve.server.serving import Serving
 
 STATES = ("open", "idle", "closed")
 ORDERS = ("oldest", "newest")  # what comes first
 DEFAULT_LIMIT, MAX_LIMIT = 1000, 100_000
 DEFAULT_LEASE, MAX_SECONDS = 600.0, 86_400.0
+SPARE_DEPTH = 100  # levels of nesting that replies and messages add to metadata
 
 
 class CreateBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -44,7 +48,7 @@ class CreateBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
 
 
 class CreatedSession(msgspec.Struct):
-    """The id of the session, and the path below which its routes are."""
+    """The id of the session, and the path below which its routes are, with the id as a path has it."""
 
     session_id: str
     base_path: str
@@ -87,9 +91,10 @@ async def create_session(serving: Serving, request: Request) -> Response:
     given = convert(await serving.bodies.decode(request, raw) if raw else {}, CreateBody)
     if given.session_id is not None:
         check_id(given.session_id)
+    _check_metadata(given.metadata)
     call = CreateSession(owner_of(request), given.session_id, given.metadata)
     session_id = await sessions_of(serving).call(call)
-    return body.reply(request, CreatedSession(session_id, f"/sessions/{session_id}"))
+    return body.reply(request, CreatedSession(session_id, f"/sessions/{quote(session_id, safe='')}"))
 
 
 async def list_sessions(serving: Serving, request: Request) -> Response:
@@ -106,7 +111,10 @@ async def list_sessions(serving: Serving, request: Request) -> Response:
         raise invalid("order", f"must be one of {', '.join(ORDERS)}")
     wait = _seconds(request, "wait", 0.0)
     call = ListSessions(owner_of(request), state, int(limit), after, wait, newest_first=order == ORDERS[1])
-    return body.reply(request, SessionList(await sessions_of(serving).call(call)))
+    async with CancelOnDisconnect(request.receive):
+        listed = await sessions_of(serving).call(call)
+    size = workers.ITEM * len(listed) + workers.SMALL * any(one.metadata for one in listed)
+    return await workers.off_loop(request, size, lambda: body.reply(request, SessionList(listed)))
 
 
 async def sessions(serving: Serving, request: Request) -> Response:
@@ -122,8 +130,10 @@ async def get_session(serving: Serving, request: Request) -> Response:
 
 async def delete(serving: Serving, request: Request) -> Response:
     """DELETE /sessions/{id}: drop a session, or acknowledge one that was taken"""
-    await sessions_of(serving).call(DeleteSession(owner_of(request), _id(request)))
-    return body.reply(request, DeletedSession(_id(request)))
+    owner, session_id = owner_of(request), _id(request)
+    await sessions_of(serving).call(DeleteSession(owner, session_id))
+    await _release_blocks(serving, owner, session_id)
+    return body.reply(request, DeletedSession(session_id))
 
 
 async def session(serving: Serving, request: Request) -> Response:
@@ -135,9 +145,14 @@ async def close(serving: Serving, request: Request) -> Response:
     """POST /sessions/{id}/close: no request is expected any more, so a trainer may take the session"""
     owner, session_id = owner_of(request), _id(request)
     summary = await sessions_of(serving).call(CloseSession(owner, session_id))
+    await _release_blocks(serving, owner, session_id)
+    return body.reply(request, summary)
+
+
+async def _release_blocks(serving: Serving, owner: str, session_id: str) -> None:
+    """The session has no more turns: its blocks in the KV cache are like those of others."""
     with suppress(EngineDead):  # then nothing is cached
         await serving.llm.call("release_session", session=cache_key(owner, session_id))
-    return body.reply(request, summary)
 
 
 async def add_metadata(serving: Serving, request: Request) -> Response:
@@ -145,18 +160,21 @@ async def add_metadata(serving: Serving, request: Request) -> Response:
     value, _ = await serving.bodies.load(request)
     is_bare = isinstance(value, dict) and "metadata" not in value and "turn_id" not in value
     given = convert({"metadata": value} if is_bare else value, MetadataBody)
+    _check_metadata(given.metadata)
     call = AddMetadata(owner_of(request), _id(request), given.metadata, given.turn_id)
     return body.reply(request, await sessions_of(serving).call(call))
 
 
 async def tree(serving: Serving, request: Request) -> Response:
     """GET /sessions/{id}/tree: all turns, token for token"""
-    form, with_messages = _format(request), _flag(request, "messages")
+    form = _format(request)
+    encoding: Encoding = "msgpack" if body.wants_msgpack(request) else "json"
+    messages = encoding if _flag(request, "messages") else None
     session = await sessions_of(serving).call(ReadSession(owner_of(request), _id(request)))
     turns = list(session.turns.values())
 
     def work() -> Response:
-        rows = [replies.tree_turn(turn, form, with_messages=with_messages) for turn in turns]
+        rows = [replies.tree_turn(turn, form, messages=messages) for turn in turns]
         return body.reply(request, _tree(session, rows))
 
     return await workers.off_loop(request, session.num_bytes, work)
@@ -182,13 +200,14 @@ async def take_next(serving: Serving, request: Request) -> Response:
     """GET /sessions/next: a closed session that no trainer has, for `lease` seconds"""
     form = _format(request)
     wait, lease = _seconds(request, "wait", 0.0), _seconds(request, "lease", DEFAULT_LEASE)
-    session: Session | None = await sessions_of(serving).call(NextSession(owner_of(request), wait, lease))
+    async with CancelOnDisconnect(request.receive):  # so that a session is given to one who is there
+        session: Session | None = await sessions_of(serving).call(NextSession(owner_of(request), wait, lease))
     if session is None:
         return body.reply(request, NextReply())
     turns, taken = list(session.turns.values()), session
 
     def work() -> Response:
-        rows = [replies.tree_turn(turn, form, with_messages=False) for turn in turns]
+        rows = [replies.tree_turn(turn, form) for turn in turns]
         shown = NextReply(taken.session_id, taken.lease_end, taken.metadata, _tree(taken, rows))
         return body.reply(request, shown)
 
@@ -202,6 +221,19 @@ def _tree(session: Session, rows: list[replies.TreeTurn]) -> Tree:
 def _id(request: Request) -> str:
     session_id: str = request.path_params["id"]
     return session_id
+
+
+def _check_metadata(metadata: Mapping[str, Any]) -> None:
+    """Raise RequestError for what not every reply with it could have, in JSON or msgpack."""
+    nested: Any = metadata
+    for _ in range(SPARE_DEPTH):
+        nested = [nested]
+    try:
+        body.encode_msgpack(nested)
+    except OverflowError:
+        raise invalid("metadata", "must have integers of at most 64 bits; write others as strings") from None
+    except RecursionError:
+        raise invalid("metadata", "is nested too deeply") from None
 
 
 def _seconds(request: Request, name: str, default: float) -> float:

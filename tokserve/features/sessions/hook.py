@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from starlette.requests import Request
 
+from tokserve.base.errors import invalid
 from tokserve.client.outputs import ChoiceOutput, merge
 from tokserve.families.mixtures.columns import NAME as EXPERTS
 from tokserve.features.chat.conversation_hooks import ChatConversation, ReturnedMessage
@@ -51,14 +52,17 @@ def make_hook(serving: Serving) -> SessionHook | None:
     return SessionHook(serving, options) if options.sessions else None
 
 
-def session_id_of(request: Request, headers: Sequence[str], body: str | None) -> str | None:
+def session_id_of(request: Request, headers: Sequence[str], body: Any) -> str | None:
     """The id of a request's session: in its path, a header or its body.  Raises RequestError for one that is none."""
     in_path = request.path_params.get("id") if route_path(request.scope).startswith(PATH) else None
     candidates = [in_path, request.headers.get(SESSION_HEADER)]
     candidates += [request.headers.get(name) for name in headers]
-    session_id = next((value for value in (*candidates, body) if value), None)
-    if session_id is not None:
-        check_id(session_id)
+    session_id = next(filter(None, candidates), body)
+    if session_id is None or session_id == "":
+        return None
+    if not isinstance(session_id, str):
+        raise invalid("session_id", "must be a string")
+    check_id(session_id)
     return session_id
 
 
@@ -137,7 +141,7 @@ class RunningTurn:
         self._sessions = sessions
         self._owner, self._session_id = owner, session_id
         self._conversation = conversation
-        self._match = match
+        self._match, self._number = match, match.number
         self._new_ids = b""
         self._parts: dict[int, list[ChoiceOutput]] = {}  # deltas of choices that have not ended
         self._context: PromptContext
@@ -178,7 +182,8 @@ class RunningTurn:
 
         generation.on_close = closed
         digest = self._digests[-1] if self._digests else b""
-        self._sessions.notify(BeginRequest(self._owner, self._session_id, generation.request_id, digest))
+        begun = BeginRequest(self._owner, self._session_id, self._number, generation.request_id, digest)
+        self._sessions.notify(begun)
 
     def _take(self, delta: ChoiceOutput) -> ChoiceOutput:
         """Keep a delta; the client gets it as it asked for it."""
@@ -202,7 +207,8 @@ class RunningTurn:
     def _add(self, choice: ChoiceOutput) -> None:
         if choice.finish_reason == "error":
             return
-        self._sessions.notify(AddTurn(self._owner, self._session_id, self._new_prompt(), self._answer(choice)))
+        prompt, answer = self._new_prompt(), self._answer(choice)
+        self._sessions.notify(AddTurn(self._owner, self._session_id, self._number, prompt, answer))
 
     def _new_prompt(self) -> TurnPrompt:
         parent, first = self._match.turn_id, self._match.num_messages

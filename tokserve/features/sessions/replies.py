@@ -18,13 +18,15 @@ from tokserve.server.replies.reply_fields import WeightVersion
 
 Format = Literal["arrays", "base64"]
 Shared = Literal["once", "all"]
+Encoding = Literal["json", "msgpack"]
 
 
 class TreeTurn(msgspec.Struct, kw_only=True):
     """A turn.  `parent`: the turn that it continues, null for a root; `continues`: why it is a root, null otherwise.
 
     The prompt is the parent's prompt, the parent's `token_ids` and `new_prompt_ids`.  In the format base64, ids and
-    logprobs are little-endian int32 and float32: base64 in JSON, byte strings in msgpack.
+    logprobs are little-endian int32 and float32: base64 in JSON, byte strings in msgpack.  `messages` are JSON text in
+    msgpack if that cannot have them: integers of more than 64 bits.
     """
 
     turn_id: str
@@ -82,8 +84,8 @@ class Sequences(msgspec.Struct, kw_only=True):
     sequences: list[LeafSequence]
 
 
-def tree_turn(turn: StoredTurn, form: Format, *, with_messages: bool) -> TreeTurn:
-    """A turn as the tree has it."""
+def tree_turn(turn: StoredTurn, form: Format, *, messages: Encoding | None = None) -> TreeTurn:
+    """A turn as the tree has it; `messages`: how those of the turn are encoded, None: they are left out."""
     prompt, answer = turn.prompt, turn.answer
     reply = TreeTurn(
         turn_id=turn.turn_id,
@@ -109,9 +111,18 @@ def tree_turn(turn: StoredTurn, form: Format, *, with_messages: bool) -> TreeTur
             setattr(reply, name, value)
     if answer.routed_experts is not None:
         reply.routed_experts = answer.routed_experts
-    if with_messages:
-        reply.messages, reply.message = msgspec.json.decode(prompt.messages), answer.message
+    if messages is not None:
+        reply.messages, reply.message = _messages(prompt.messages, messages), answer.message
     return reply
+
+
+def _messages(stored: bytes, encoding: Encoding) -> msgspec.Raw:
+    if encoding == "json":
+        return msgspec.Raw(stored)
+    try:
+        return msgspec.Raw(msgspec.msgpack.encode(msgspec.json.decode(stored)))
+    except (OverflowError, RecursionError):
+        return msgspec.Raw(msgspec.msgpack.encode(stored.decode()))
 
 
 def leaf_sequences(turns: Sequence[StoredTurn], form: Format, shared: Shared) -> list[LeafSequence]:

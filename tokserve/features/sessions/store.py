@@ -6,6 +6,7 @@ the digest of its messages and its answer, so the turn that a request continues 
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ import msgspec
 from tokserve.base.errors import Conflict, NotFound, QueueFull, RequestError
 from tokserve.client.outputs import TERMINATORS
 from tokserve.features.sessions.canonical import PromptContext, chain
+from tokserve.features.sessions.leases import ClosedSessions
 from tokserve.features.sessions.turns import Match, Session, StoredTurn, Summary, TurnAnswer, TurnPrompt
 
 MAX_METADATA = 1 << 20  # bytes of a session's metadata, as JSON
@@ -23,7 +25,7 @@ LITTLE_METADATA = 1 << 12  # bytes that are taken when the memory of sessions is
 FIRST = "it is the first turn of the session"
 SESSION_BYTES = 4096  # of a session without turns
 MAX_ID = 256  # characters
-RESERVED = ("next",)  # the path /sessions/next is a route
+RESERVED = ("next", ".", "..")  # the path /sessions/next is a route, and clients resolve dots before they send
 
 
 class StoreObserver:
@@ -64,7 +66,8 @@ def check_id(session_id: str) -> None:
     plain = session_id.isascii() and session_id.isprintable() and "/" not in session_id
     if not plain or not 0 < len(session_id) <= MAX_ID or session_id in RESERVED:
         raise RequestError(
-            f"session_id must be 1 to {MAX_ID} printable ASCII characters without '/', and not {RESERVED[0]!r}",
+            f"session_id must be 1 to {MAX_ID} printable ASCII characters without '/', and none of "
+            + ", ".join(map(repr, RESERVED)),
             field="session_id",
         )
 
@@ -89,6 +92,9 @@ class SessionStore:
         self._num_of_owner: Counter[str] = Counter()
         self._observer = observer or StoreObserver()
         self._sessions: dict[tuple[str, str], Session] = {}  # those that were used last come last
+        self._closed: dict[str, ClosedSessions] = {}  # by owner
+        self._numbers = itertools.count(1)
+        self.num_changes = 0  # of sessions that exist
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -128,14 +134,14 @@ class SessionStore:
             for turn_id in reversed(session.by_key.get(digests[count - 1], ())):
                 turn = session.turns[turn_id]
                 if turn.prompt.context == context:
-                    return self._matched(session, turn)
+                    return _matched(session, turn)
                 other = other or turn
-        return Match(because=_reason(session, context, other, digests))
+        return Match(number=session.number, because=_reason(session, context, other, digests))
 
-    def begin(self, owner: str, session_id: str, request_id: str, digest: bytes, now: float) -> None:
-        """A request of the session is being answered; `digest`: of the chain of its messages."""
+    def begin(self, owner: str, session_id: str, number: int, request_id: str, digest: bytes, now: float) -> None:
+        """A request is being answered of the session that has this number; `digest`: of the chain of its messages."""
         session = self._sessions.get((owner, session_id))
-        if session is not None:
+        if session is not None and session.number == number:
             session.running[request_id] = digest
             self._touch(session, now)
 
@@ -146,15 +152,17 @@ class SessionStore:
             session.running.pop(request_id, None)
             self._touch(session, now)
 
-    def is_running(self, owner: str, session_id: str, digests: Sequence[bytes]) -> bool:
+    def is_running(self, owner: str, session_id: str, digests: Iterable[bytes]) -> bool:
         """Whether a request is being answered whose messages have one of these digests."""
         session = self._sessions.get((owner, session_id))
         return session is not None and not set(digests).isdisjoint(session.running.values())
 
-    def add(self, owner: str, session_id: str, prompt: TurnPrompt, answer: TurnAnswer, now: float) -> str | None:
-        """Add a turn; returns its id, or None if the session was deleted meanwhile."""
+    def add(
+        self, owner: str, session_id: str, number: int, prompt: TurnPrompt, answer: TurnAnswer, now: float
+    ) -> str | None:
+        """Add a turn; returns its id, or None if the session with this number was deleted meanwhile."""
         session = self._sessions.get((owner, session_id))
-        if session is None or (prompt.parent is not None and prompt.parent not in session.turns):
+        if session is None or session.number != number:
             return None
         turn = self._insert(session, f"t{session.num_turns}", prompt, answer, now)
         self._touch(session, now)
@@ -178,6 +186,8 @@ class SessionStore:
             created=created,
         )
         session.num_turns += 1
+        session.num_roots += prompt.parent is None
+        session.num_tokens += len(answer.token_ids) // 4
         session.turns[turn.turn_id] = turn
         session.by_key.setdefault(turn.key, []).append(turn.turn_id)
         first = count - len(prompt.chain)
@@ -197,7 +207,9 @@ class SessionStore:
         self, owner: str, state: str | None, limit: int, after: str | None = None, *, newest_first: bool = False
     ) -> list[Summary]:
         """The owner's sessions in one state, or in any, those that were used last at the end, or first; `after`: those
-        after the session with this id."""
+        after the session with this id.  Raises NotFound for one that does not exist."""
+        if after is not None and (owner, after) not in self._sessions:
+            raise NotFound(f"there is no session {after[:MAX_ID]!r}", field="after", code="session_not_found")
         listed: list[Summary] = []
         passed = after is None
         for session in reversed(self._sessions.values()) if newest_first else self._sessions.values():
@@ -212,11 +224,22 @@ class SessionStore:
                     break
         return listed
 
+    def has_changed(self, owner: str, state: str | None, since: int) -> bool:
+        """Whether a session of the owner is in the state (None: in any) that has changed since `num_changes` had this
+        value."""
+        for session in reversed(self._sessions.values()):
+            if session.change <= since:
+                return False
+            if session.owner == owner and state in (None, session.state):
+                return True
+        return False
+
     def close(self, owner: str, session_id: str, now: float) -> Summary:
         """No request is expected any more: trainers may take it.  Raises NotFound."""
         session = self.get(owner, session_id)
         if not session.closed:
             session.closed = True
+            self._closed.setdefault(owner, ClosedSessions()).add(session)
             self._touch(session, now)
             self._observer.on_closed(session)
         return summary(session)
@@ -247,18 +270,15 @@ class SessionStore:
         return summary(session)
 
     def take(self, owner: str, lease: float, now: float) -> Session | None:
-        """A closed session that no trainer has, the oldest first; it is the caller's for `lease` seconds, or until it
-        is deleted."""
-        for session in self._sessions.values():
-            if session.owner == owner and session.closed and session.lease_end <= now:
-                session.lease_end = now + lease
-                return session
-        return None
+        """A closed session that no trainer has, the one closed first; it is the caller's for `lease` seconds, or until
+        it is deleted."""
+        closed = self._closed.get(owner)
+        return None if closed is None else closed.take(lease, now)
 
     def next_lease_end(self, owner: str, now: float) -> float | None:
         """When the next lease of a closed session ends; None: there is none."""
-        ends = (one.lease_end for one in self._sessions.values() if one.owner == owner and one.closed)
-        return min((end for end in ends if end > now), default=None)
+        closed = self._closed.get(owner)
+        return None if closed is None else closed.next_lease_end(now)
 
     def expire(self, now: float) -> int:
         """Drop sessions without use for too long; returns their number."""
@@ -293,6 +313,7 @@ class SessionStore:
     def restore(self, session: Session, turns: Iterable[RestoredTurn]) -> None:
         """Add a session of an earlier server, which has no turns yet, and its turns, parents first.  `sort` follows."""
         self._sessions[session.owner, session.session_id] = session
+        session.number = next(self._numbers)
         self._num_of_owner[session.owner] += 1
         self._grow(session, SESSION_BYTES + _size(session.metadata) - _size({}))
         for one in turns:
@@ -303,6 +324,9 @@ class SessionStore:
     def sort(self) -> None:
         """Order the sessions by their last use."""
         self._sessions = dict(sorted(self._sessions.items(), key=lambda item: item[1].last_used))
+        for session in self._sessions.values():
+            if session.closed:
+                self._closed.setdefault(session.owner, ClosedSessions()).add(session)
 
     def _make(self, owner: str, session_id: str, now: float) -> Session:
         check_id(session_id)
@@ -322,21 +346,28 @@ class SessionStore:
                 retry_after=1,
                 code="too_many_sessions",
             )
-        session = Session(session_id=session_id, owner=owner, created=now, last_used=now)
+        number = next(self._numbers)
+        session = Session(session_id=session_id, owner=owner, created=now, last_used=now, number=number)
         self._sessions[owner, session_id] = session
         self._num_of_owner[owner] += 1
         self._grow(session, SESSION_BYTES)
+        self._touch(session, now)
         self._observer.on_created(session)
         return session
 
     def _touch(self, session: Session, now: float) -> None:
         session.last_used = now
+        session.change = self.num_changes = self.num_changes + 1
         key = session.owner, session.session_id
         self._sessions[key] = self._sessions.pop(key)
 
     def _drop(self, session: Session) -> None:
         del self._sessions[session.owner, session.session_id]
         self.num_bytes -= session.num_bytes
+        if session.closed:
+            self._closed[session.owner].discard(session.session_id)
+            if not self._closed[session.owner]:
+                del self._closed[session.owner]
         self._num_of_owner[session.owner] -= 1
         if not self._num_of_owner[session.owner]:
             del self._num_of_owner[session.owner]
@@ -350,25 +381,26 @@ class SessionStore:
         self._grow(session, _size(metadata) - _size(session.metadata))
         session.metadata = metadata
 
-    def _matched(self, session: Session, turn: StoredTurn) -> Match:
-        answer = turn.answer
-        return Match(
-            turn_id=turn.turn_id,
-            ids=session.ids(turn),
-            ended=answer.stop_detail in TERMINATORS,
-            message=answer.message,
-            num_messages=turn.num_messages,
-        )
+
+def _matched(session: Session, turn: StoredTurn) -> Match:
+    answer = turn.answer
+    return Match(
+        number=session.number,
+        turn_id=turn.turn_id,
+        ids=session.ids(turn),
+        ended=answer.stop_detail in TERMINATORS,
+        message=answer.message,
+        num_messages=turn.num_messages,
+    )
 
 
 def summary(session: Session) -> Summary:
-    turns = session.turns.values()
     return Summary(
         session_id=session.session_id,
         state=session.state,
-        turns=len(turns),
-        roots=sum(turn.prompt.parent is None for turn in turns),
-        tokens=sum(len(turn.answer.token_ids) for turn in turns) // 4,
+        turns=session.num_turns,
+        roots=session.num_roots,
+        tokens=session.num_tokens,
         created=session.created,
         last_used=session.last_used,
         metadata=session.metadata,

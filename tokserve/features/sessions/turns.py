@@ -71,7 +71,8 @@ class StoredTurn(msgspec.Struct, kw_only=True):
         parts = (prompt.new_ids, prompt.messages, answer.token_ids, answer.token_logprobs, answer.mask_ids)
         more = (answer.mask_rows or b"", answer.routed_experts or b"")
         message = answer.message
-        text = len(message.get("content") or "") + sum(len(str(call)) for call in message.get("tool_calls") or ())
+        text = len(message.get("content") or "") + len(message.get("reasoning") or "")
+        text += sum(len(str(call)) for call in message.get("tool_calls") or ())
         return TURN_BYTES + sum(map(len, (*parts, *more))) + 2 * text + 64 * len(prompt.chain)
 
 
@@ -80,7 +81,9 @@ TURN_BYTES = 2048  # of a turn's objects
 
 class Session(msgspec.Struct, kw_only=True):
     """A tree of turns.  `running`: the requests of it that are being answered, by id, with the digest of the chain of
-    their messages.  `lease_end`: until when a trainer has it, in seconds of Unix time; 0.0: none has."""
+    their messages.  `lease_end`: until when a trainer has it, in seconds of Unix time; 0.0: none has.  `number`: of the
+    sessions that the store has made; one that is made with the id of a deleted one has another.  `change`: the store's
+    count of changes at the last one of this session."""
 
     session_id: str
     owner: str
@@ -95,6 +98,10 @@ class Session(msgspec.Struct, kw_only=True):
     lease_end: float = 0.0
     num_bytes: int = 0
     num_turns: int = 0
+    num_roots: int = 0
+    num_tokens: int = 0
+    number: int = 0
+    change: int = 0
 
     @property
     def state(self) -> str:
@@ -117,8 +124,9 @@ class Session(msgspec.Struct, kw_only=True):
 
 class Match(msgspec.Struct, frozen=True, kw_only=True):
     """Which turn a request continues: its id, the ids up to its end, how its answer ends, its message, and how many of
-    the request's messages are in it.  Without a turn, `because` says why."""
+    the request's messages are in it.  Without a turn, `because` says why.  `number`: see `Session`."""
 
+    number: int = 0
     turn_id: str | None = None
     ids: bytes = b""
     ended: bool = False
