@@ -44,6 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         str(directory.parent / "pictures"),
         "--served-model-name",
         "vl",
+        "--sessions",
     )
     with ServerThread(directory, *flags) as server:
         server.directory = directory.parent / "pictures"  # type: ignore[attr-defined]
@@ -83,6 +84,36 @@ MESSAGES = [
 def outcome(reply: dict[str, Any]) -> tuple[list[int], list[float]]:
     choice = reply["choices"][0]
     return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
+
+
+def test_sessions_keep_conversations_with_images(server: Served) -> None:
+    """Over the three routes, as their clients wrote them; each turn is a root."""
+    url, text = data_url(ONE), {"type": "text", "text": "see"}
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    responses = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "see"}]
+    for route, content, body in (
+        (CHAT, [text, {"type": "image_url", "image_url": {"url": url}}], {"return_token_ids": True, "logprobs": True}),
+        ("/v1/messages", [text, {"type": "image", "source": source}], {}),
+        ("/v1/responses", responses, {}),
+    ):
+        session = f"/sessions/{route[4:].partition('/')[0]}"
+        messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+        for _ in range(2):
+            names = ("input", "max_output_tokens") if route.endswith("responses") else ("messages", "max_tokens")
+            sent = {"model": "vl", "temperature": 1.0, **dict(zip(names, (messages, 4), strict=True))}
+            reply = ask(server, body | sent, session + route)
+            answer = {"role": "assistant", "content": "anything"}
+            messages = [*messages, answer, {"role": "user", "content": "and?"}]
+        turns = good(server.get(f"{session}/tree?messages=1"))["turns"]
+        assert [turn["parent"] for turn in turns] == [None, None]
+        assert [len(turn["messages"]) for turn in turns] == [1, 3]
+        image = next(
+            part for part in turns[0]["messages"][0]["content"] if part["type"].endswith(("image", "image_url"))
+        )
+        assert image == next(part for part in content if part["type"].endswith(("image", "image_url")))
+        if route == CHAT:
+            assert turns[1]["new_prompt_ids"] == reply["prompt_token_ids"]
+            assert (turns[1]["token_ids"], turns[1]["token_logprobs"]) == outcome(reply)
 
 
 def test_five_paths_have_the_same_bits(server: Served) -> None:

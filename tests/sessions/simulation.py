@@ -33,6 +33,7 @@ WORDS = [
     "<|x|>",
 ]
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}]
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}
 CONTEXT = PromptContext("", b"tools", b"template")
 OWNER, SESSION = "", "s"
 
@@ -90,7 +91,10 @@ class Simulation:
         repeated = [self.repeated(message) for message in [*messages, answer]]
         calls = answer.get("tool_calls") or []
         results = [{"role": "tool", "tool_call_id": call["id"], "content": self.text()} for call in calls]
-        return [*repeated, *results, *([] if calls else [{"role": "user", "content": self.text()}])]
+        content: Any = self.text()
+        if rng.random() < 0.02:
+            content = [{"type": "text", "text": content}, IMAGE]
+        return [*repeated, *results, *([] if calls else [{"role": "user", "content": content}])]
 
     def repeated(self, message: dict[str, Any]) -> dict[str, Any]:
         """The same message in another form."""
@@ -124,7 +128,7 @@ class Simulation:
         added = new_ids(match, messages, self.suffixes, self.options)
         parent, because, ids = match.turn_id, added.because, added.ids
         if ids is None:
-            rendered = pack_ids(self.template.render(messages, **self.options))
+            rendered = pack_ids(self.template.render(without_images(messages), **self.options))
             ids = extension(match, rendered)
             parent, because, ids = (None, because, rendered) if ids is None else (parent, None, ids)
         first = match.num_messages if parent is not None else 0
@@ -171,12 +175,24 @@ class Simulation:
 
     def _ids(self, messages: list[dict[str, Any]], message: dict[str, Any], prompt: list[int]) -> list[int]:
         """The ids of an answer as the template writes it, where that continues the prompt; else of its text."""
-        rendered = self.template.render([*messages, message], add_generation_prompt=False, **self.options)
+        rendered = self.template.render(
+            [*without_images(messages), message], add_generation_prompt=False, **self.options
+        )
         if rendered[: len(prompt)] == prompt and self.eos in rendered[len(prompt) :]:
             rest = rendered[len(prompt) :]
             return rest[: rest.index(self.eos) + 1]
         text = message["content"] or json.dumps(message.get("tool_calls", ""))
         return self.template.tokenizer.encode(text, add_special_tokens=False)
+
+
+def without_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as a template of text takes them."""
+    return [
+        message | {"content": [part for part in message["content"] if part != IMAGE]}
+        if isinstance(message["content"], list)
+        else message
+        for message in messages
+    ]
 
 
 class FaithfulSimulation(Simulation):

@@ -9,10 +9,11 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from tests.server.byte_tokenizer import byte_tokenizer
-from tests.sessions.simulation import FaithfulSimulation, Simulation, deepest
+from tests.sessions.simulation import FaithfulSimulation, Simulation, deepest, without_images
 from tests.text.checkpoints import CHATML, KINDS
 from tests.text.tool_templates import CODER, DEEPSEEK, HERMES, LLAMA, MISTRAL, MISTRAL_IDS, OPENED, THINKER
 from tokserve.features.chat.chat import ChatTemplate
+from tokserve.features.sessions.planning import IMAGES
 from tokserve.features.sessions.store import FIRST
 from tokserve.protocol.prompt import unpack_ids
 from tokserve.text.tokenizer import Tokenizer
@@ -91,8 +92,8 @@ def check(template: str, tokenizer: str, seed: int) -> Counter[str]:
         if turn.prompt.parent is None:
             assert turn.prompt.because
             reasons[re.sub(r"\d+", "N", turn.prompt.because)] += 1
-            assert parents == {None}, turn.prompt.because
-            rendered = simulation.template.render(request.messages, **simulation.options)
+            assert parents == {None} or turn.prompt.because == IMAGES, turn.prompt.because
+            rendered = simulation.template.render(without_images(request.messages), **simulation.options)
             assert ids[: len(rendered)] == rendered
             continue
         assert turn.prompt.parent in parents
@@ -112,8 +113,8 @@ def test_conversations_are_chains() -> None:
     reasons: Counter[str] = Counter()
     for template, tokenizer, seed in simulations(FAST):
         reasons += check(template, tokenizer, seed)
-    assert reasons["continued"] > 0.75 * reasons.total()
-    assert reasons.keys() <= {"continued", FIRST, "message N differs", "no message is an answer of the session"}
+    assert reasons["continued"] > 0.65 * reasons.total()
+    assert reasons.keys() <= {"continued", FIRST, IMAGES, "message N differs", "no message is an answer of the session"}
 
 
 @pytest.mark.slow

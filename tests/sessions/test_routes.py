@@ -397,6 +397,18 @@ def test_metadata_that_a_reply_cannot_have_is_refused() -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "metadata")
 
 
+def test_messages_that_are_nested_too_deeply_for_their_reply() -> None:
+    """Large bodies are read in a thread, where nesting may be deeper than in the event loop."""
+    server = agents_site("A", max_model_len=1 << 16)
+    for depth in range(880, 1000, 20):
+        nested = f'"extra": {"[" * depth}{"]" * depth}, "padding": "{"x" * (1 << 15)}"'
+        content = f'{{"messages": [{{"role": "user", "content": "q", {nested}}}]}}'
+        answer = server.request("POST", "/sessions/s/v1/chat/completions", content=content)
+        assert answer.status_code in (200, 400), depth
+        for form in ("application/json", "application/msgpack"):
+            assert server.get("/sessions/s/tree?messages=1", headers={"Accept": form}).status_code == 200
+
+
 def test_messages_that_msgpack_cannot_have_are_json_text() -> None:
     server = agents_site("A")
     messages = [{"role": "user", "content": "q", "extra": 10**30}]

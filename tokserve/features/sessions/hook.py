@@ -143,6 +143,7 @@ class RunningTurn:
         self._conversation = conversation
         self._match, self._number = match, match.number
         self._new_ids = b""
+        self._messages: bytes | None = None  # behind the match, as JSON
         self._parts: dict[int, list[ChoiceOutput]] = {}  # deltas of choices that have not ended
         self._context: PromptContext
         self._digests: list[bytes]
@@ -212,14 +213,15 @@ class RunningTurn:
 
     def _new_prompt(self) -> TurnPrompt:
         parent, first = self._match.turn_id, self._match.num_messages
-        messages = list(self._conversation.messages[first:])
+        if self._messages is None:
+            self._messages = _encoded(self._conversation.messages[first:])
         return TurnPrompt(
             context=self._context,
             parent=parent,
             because=None if parent is not None else self.because or FIRST,
             new_ids=self._new_ids,
             chain=self._digests[first:],
-            messages=msgspec.json.encode(messages, enc_hook=_plain),
+            messages=self._messages,
         )
 
     def _answer(self, choice: ChoiceOutput) -> TurnAnswer:
@@ -246,8 +248,17 @@ class RunningTurn:
         )
 
 
-def _plain(value: Any) -> Any:
-    """What JSON has no form for: an image, as its client described it."""
-    if isinstance(value, UnreadImage):
-        return dict(value.part)
-    raise TypeError(f"{type(value).__name__} is no part of a message")
+def _encoded(messages: Sequence[Any]) -> bytes:
+    """The messages as JSON; null if they are nested too deeply."""
+    try:
+        return msgspec.json.encode([_plain(message) for message in messages])
+    except RecursionError:
+        return b"null"
+
+
+def _plain(message: Any) -> Any:
+    """The message with images as its client described them."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return message
+    return message | {"content": [dict(one.part) if isinstance(one, UnreadImage) else one for one in content]}
