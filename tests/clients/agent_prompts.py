@@ -3,6 +3,7 @@
 # In the order of a conversation.
 RUN, AGAIN, ENDLESS = "Run the command of the test.", "What did the command print?", "Write without end."
 MAKE = "Make the file of the test."
+LONG, TURNS = "Run the command of the test fifty times.", 50
 COMMAND = "echo printed-$((40 + 2))"  # so that only a shell can have written the result
 PRINTED = "printed-42"
 PREFACE = "I run the command."

@@ -1,5 +1,5 @@
-"""The model of the agents' tests: a script that calls the shell of the agent once, reports what it printed, remembers
-it in the next turn, and then writes without end."""
+"""The model of the agents' tests: a script that calls the shell of the agent once or fifty times, reports what it
+printed, remembers it in the next turn, and then writes without end."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.clients.agent_prompts import (
     AGAIN,
     COMMAND,
     ENDLESS,
+    LONG,
     MAKE,
     PATCH,
     PREFACE,
@@ -21,6 +22,7 @@ from tests.clients.agent_prompts import (
     REMEMBERED,
     REPORTED,
     RUN,
+    TURNS,
     WRITTEN,
 )
 from tokserve.checkpoint import DEMO_DIR
@@ -68,6 +70,11 @@ class Script:
         turns = self._tokenizer.decode(prompt_ids, False).split("<|im_start|>")
         # the last turn is to be written, and an agent may have a note of its own before it
         role, _, last = next(t for t in reversed(turns[:-1]) if t.startswith(("user\n", "tool\n"))).partition("\n")
+        shell = next((name for name in SHELLS if re.search(rf"\b{name}\b", turns[1])), None)
+        begun = next((i for i, t in enumerate(turns) if t.startswith("user\n") and LONG in t), len(turns))
+        count = sum(turn.startswith("tool\n") for turn in turns[begun:])
+        if shell is not None and begun < len(turns) and count < TURNS:
+            return self._calls(shell, SHELLS[shell](f"{COMMAND}; echo {count} of {TURNS}"))
         if role == "tool":
             return self._says(REPORTED if PRINTED in last else f"It failed: {last}")
         if ENDLESS in last:
@@ -81,7 +88,6 @@ class Script:
             if "local_shell" in turns[1]:  # the tool of its own type, whose operations have no envelope
                 return self._calls("apply_patch", {"type": "create_file", "path": WRITTEN, "diff": f"+{PRINTED}"})
             return self._calls("apply_patch", {"input": PATCH})
-        shell = next((name for name in SHELLS if re.search(rf"\b{name}\b", turns[1])), None)
         if RUN in last and shell is not None:
             return self._calls(shell, SHELLS[shell](COMMAND))
         return self._says("A title")  # or a summary

@@ -65,6 +65,7 @@ CLIENTS = {
     "schemathesis_sglang_classifier": "schemathesis",
     "agents": "agents",
     "agent_loops": "agent_loops",
+    "agent_scores": "agent_scores",
 }
 ENVIRONMENTS = {  # of clients that have none of their own
     "closed": "frameworks",
@@ -79,6 +80,7 @@ ENVIRONMENTS = {  # of clients that have none of their own
     "schemathesis_classifier": "schemathesis",
     "schemathesis_sglang_classifier": "schemathesis",
     "agent_loops": "frameworks",
+    "agent_scores": "frameworks",
 }
 SHORT = ("--max-model-len", "48")  # schemathesis asks for 1024 choices of the whole context
 FLAGS = {  # of clients that have a server of their own
@@ -93,6 +95,7 @@ FLAGS = {  # of clients that have a server of their own
     "trl_exact": ("--enable-lora", "--dtype", "bfloat16"),
     "embeddings": ("--runner", "pooling", "--dtype", "float32"),
     "sglang": ("--sglang-api",),
+    "agent_scores": ("--sessions", "--hf-overrides", '{"max_position_embeddings": 16384}'),
 }
 CLASSIFIERS = {"rewards", "schemathesis_classifier", "schemathesis_sglang_classifier"}  # served a reward model
 IMAGES = {"images", "trl_images"}  # of clients whose server has a model that reads images

@@ -23,12 +23,14 @@ from tests.clients.agent_prompts import (
     AGAIN,
     COMMAND,
     ENDLESS,
+    LONG,
     MAKE,
     PREFACE,
     PRINTED,
     REMEMBERED,
     REPORTED,
     RUN,
+    TURNS,
     WRITTEN,
 )
 from tests.clients.relay import Exchange, relay
@@ -210,11 +212,11 @@ class Home:
             start_new_session=True,
         )
 
-    def ask(self, url: str, prompt: str, *, again: bool = False) -> str:
+    def ask(self, url: str, prompt: str, *, again: bool = False, patience: float = PATIENCE) -> str:
         """What the agent prints until it ends."""
         process = self.start(url, prompt, again=again)
         try:
-            out, errors = process.communicate(timeout=PATIENCE)
+            out, errors = process.communicate(timeout=patience)
         except subprocess.TimeoutExpired:
             end(process)
             raise
@@ -279,6 +281,23 @@ def check_session(report: Report, sent: Sequence[Exchange], header: str) -> None
     report.check("its turns are a chain", len(set(continued)) == len(continued) == len(sent) - 1)
 
 
+def check_long_run(report: Report, agent: Agent, place: Path) -> None:
+    """Fifty calls of the shell in a session of the base URL: one chain of turns, besides the agent's side calls."""
+    name = agent.package.rpartition("/")[2]
+    out = Home(agent, place).ask(f"{report.url}/sessions/{name}", LONG, patience=10 * PATIENCE)
+    report.check(f"{agent.name}: {TURNS} calls of its shell", REPORTED in out)
+    with urlopen(f"{report.url}/sessions/{name}/tree") as answer:
+        turns = json.load(answer)["turns"]
+    parents = [turn["parent"] for turn in turns if turn["parent"] is not None]
+    inner = {turn["turn_id"]: turn["parent"] for turn in turns}
+    last, depth = next(reversed([turn["turn_id"] for turn in turns if turn["parent"] is not None])), 0
+    while (last := inner[last]) is not None:
+        depth += 1
+    report.check(f"its {TURNS + 1} turns are a chain", depth == len(parents) == len(set(parents)) == TURNS)
+    others = [turn["continues"] for turn in turns if turn["parent"] is None][1:]
+    print(f"  {agent.name}: {len(others)} side calls {others}", flush=True)
+
+
 def end_now(process: subprocess.Popen[str]) -> None:
     """End an agent that may have ended."""
     with suppress(ProcessLookupError):
@@ -314,6 +333,8 @@ def main() -> None:
     for agent in AGENTS:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
             check_agent(report, agent, Path(place))
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
+            check_long_run(report, agent, Path(place))
     for model, kind in CODEX_MODELS.items():
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
             check_codex_tools(report, model, kind, Path(place))
