@@ -23,6 +23,7 @@ from tokserve.features.sessions.turns import Match, Session, Summary, TurnAnswer
 CONTINUES_SOON = 5.0  # seconds that a request waits for the end of the answer which it continues
 MAX_WAIT = 300.0  # seconds of one call that waits for a session
 SWEEP = 30.0  # seconds between two searches for sessions that were not used for too long
+LISTS = 0.1  # seconds between two looks of a call that waits for any change
 
 
 class SessionCounters(msgspec.Struct):
@@ -38,6 +39,30 @@ class SessionCounters(msgspec.Struct):
     lost: int = 0
 
 
+class Signal:
+    """Wakes all who wait, each time that it is fired."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def fire(self) -> None:
+        """Wake those who wait now."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self, deadline: float) -> bool:
+        """Wait to be woken; returns False if that was not until `deadline`, by `time.monotonic`."""
+        seconds = deadline - time.monotonic()
+        if seconds <= 0:
+            return False
+        try:
+            async with asyncio.timeout(seconds):
+                await self._event.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
 class SessionService:
     """The store, with the calls that wait for a change of it.  Belongs to one event loop."""
 
@@ -45,31 +70,15 @@ class SessionService:
         self.store = store
         self.files = files
         self.counters = SessionCounters()
-        self._changed = asyncio.Event()
-
-    def changed(self) -> None:
-        """Wake those who wait."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def wait(self, deadline: float) -> bool:
-        """Wait for a change; returns False if there was none until `deadline`, by `time.monotonic`."""
-        seconds = deadline - time.monotonic()
-        if seconds <= 0:
-            return False
-        try:
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
+        self.changes = Signal()
+        self.closings = Signal()  # apart: many trainers may wait, and turns end all the time
 
     async def sweep(self) -> None:
         """Drop sessions that are not used, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP)
             if self.store.expire(time.time()):
-                self.changed()
+                self.changes.fire()
 
 
 def reason_kind(reason: str) -> str:
@@ -127,7 +136,7 @@ class FindTurn(SessionCall):
         while True:
             match = store.match(self.owner, self.session_id, self.context, self.digests, time.time())
             deeper = set(self.digests[max(match.num_messages - 1, 0) :]).intersection(self.expects_answer)
-            if not store.is_running(self.owner, self.session_id, deeper) or not await service.wait(deadline):
+            if not store.is_running(self.owner, self.session_id, deeper) or not await service.changes.wait(deadline):
                 return match
 
 
@@ -166,7 +175,7 @@ class AddTurn(SessionNotice):
             counters.reasons[reason] = counters.reasons.get(reason, 0) + 1
         else:
             counters.continued += 1
-        service.changed()
+        service.changes.fire()
 
 
 class EndRequest(SessionNotice):
@@ -178,7 +187,7 @@ class EndRequest(SessionNotice):
 
     def apply(self, service: SessionService) -> None:
         service.store.end(self.owner, self.session_id, self.request_id, time.time())
-        service.changed()
+        service.changes.fire()
 
 
 class CreateSession(SessionCall):
@@ -214,8 +223,9 @@ class ListSessions(SessionCall):
             if listed:
                 return listed
             while not store.has_changed(self.owner, self.state, seen):
-                if not await service.wait(deadline):
+                if not await service.changes.wait(deadline):
                     return []
+                await asyncio.sleep(LISTS)
 
 
 class ReadSession(SessionCall):
@@ -252,7 +262,8 @@ class CloseSession(SessionCall):
 
     async def run(self, service: SessionService) -> Summary:
         closed = service.store.close(self.owner, self.session_id, time.time())
-        service.changed()
+        service.closings.fire()
+        service.changes.fire()
         return closed
 
 
@@ -266,7 +277,7 @@ class DeleteSession(SessionCall):
 
     async def run(self, service: SessionService) -> None:
         service.store.delete(self.owner, self.session_id)
-        service.changed()
+        service.changes.fire()
 
 
 class AddMetadata(SessionCall):
@@ -281,7 +292,7 @@ class AddMetadata(SessionCall):
 
     async def run(self, service: SessionService) -> Summary:
         changed = service.store.add_metadata(self.owner, self.session_id, self.metadata, self.turn_id, time.time())
-        service.changed()
+        service.changes.fire()
         return changed
 
 
@@ -304,7 +315,7 @@ class NextSession(SessionCall):
                 return session
             lease_end = service.store.next_lease_end(self.owner, now)
             until = deadline if lease_end is None else min(deadline, time.monotonic() + lease_end - now)
-            if not await service.wait(until) and time.monotonic() >= deadline:
+            if not await service.closings.wait(until) and time.monotonic() >= deadline:
                 return None
 
 
