@@ -128,6 +128,25 @@ def slow_readers(url: str, rng: random.Random) -> list[Answer]:
     return []
 
 
+def trainers_that_hang_up(url: str, rng: random.Random) -> list[Answer]:
+    """300 trainers wait for a session while others are answered, and hang up before one is closed."""
+    address = urlsplit(url)
+    sockets = []
+    for index in range(300):
+        sock = socket.create_connection((address.hostname, address.port))
+        path = "/sessions/next?wait=300" if index % 2 else "/sessions?state=closed&wait=300"
+        sock.sendall(f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n".encode())
+        sockets.append(sock)
+    body = {"messages": [QUESTION], "max_tokens": 2}
+    answers = from_threads(
+        url, lambda index: ("POST", f"/sessions/waited-{index}{CHAT}", {**body, "seed": index}, {}), 100
+    )
+    for sock in sockets:
+        sock.close()
+    seen: list[Call] = [("GET", "/sessions/waited-0", None, {})] * 10  # meanwhile the server learns that they have gone
+    return answers + send(url, [*seen, ("POST", "/sessions/waited-0/close", {}, {})])
+
+
 def read(url: str, path: str) -> bytes:
     """What a GET answers."""
     address = urlsplit(url)

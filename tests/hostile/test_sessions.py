@@ -49,6 +49,12 @@ def test_a_thousand_branches_of_an_answer(scene: Scene) -> None:
     assert Counter(turn["parent"] for turn in turns) == {None: 1, "t0": 1000}
 
 
+def test_trainers_that_wait_and_hang_up(scene: Scene) -> None:
+    assert outcomes(scene.under(attack.trainers_that_hang_up)) == {(200, None): 111}
+    taken = json.loads(attack.read(scene.server.url, "/sessions/next"))
+    assert taken["session_id"] == "waited-0", "a trainer that has gone was given the session"
+
+
 def test_ids_of_a_megabyte(scene: Scene) -> None:
     of_body, of_session, of_turn, *of_head = scene.under(attack.long_ids)
     assert (of_body.status, of_body.field) == (of_session.status, of_session.field) == (400, "session_id")

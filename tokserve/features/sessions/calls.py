@@ -108,6 +108,10 @@ class SessionCall(msgspec.Struct, tag=True):
 
     result: ClassVar[Any]
 
+    def longest_wait(self) -> float:
+        """Seconds that it may wait for a change."""
+        return 0.0
+
     async def run(self, service: SessionService) -> Any:
         raise NotImplementedError
 
@@ -131,8 +135,11 @@ class FindTurn(SessionCall):
     digests: list[bytes]
     expects_answer: list[bytes] = []
 
+    def longest_wait(self) -> float:
+        return CONTINUES_SOON
+
     async def run(self, service: SessionService) -> Match:
-        deadline, store = time.monotonic() + CONTINUES_SOON, service.store
+        deadline, store = time.monotonic() + self.longest_wait(), service.store
         while True:
             match = store.match(self.owner, self.session_id, self.context, self.digests, time.time())
             deeper = set(self.digests[max(match.num_messages - 1, 0) :]).intersection(self.expects_answer)
@@ -215,8 +222,11 @@ class ListSessions(SessionCall):
     wait: float
     newest_first: bool = False
 
+    def longest_wait(self) -> float:
+        return min(self.wait, MAX_WAIT)
+
     async def run(self, service: SessionService) -> list[Summary]:
-        deadline, store = time.monotonic() + min(self.wait, MAX_WAIT), service.store
+        deadline, store = time.monotonic() + self.longest_wait(), service.store
         while True:
             seen = store.num_changes
             listed = store.sessions(self.owner, self.state, self.limit, self.after, newest_first=self.newest_first)
@@ -306,8 +316,11 @@ class NextSession(SessionCall):
     wait: float
     lease: float
 
+    def longest_wait(self) -> float:
+        return min(self.wait, MAX_WAIT)
+
     async def run(self, service: SessionService) -> Session | None:
-        deadline = time.monotonic() + min(self.wait, MAX_WAIT)
+        deadline = time.monotonic() + self.longest_wait()
         while True:
             now = time.time()
             session = service.store.take(self.owner, self.lease, now)

@@ -185,7 +185,7 @@ class RemoteSessions:
         number, pending = self._number, asyncio.get_running_loop().create_future()
         self._pending[number] = pending
         self._send(number, call)
-        seconds = getattr(call, "wait", 0.0) + PATIENCE
+        seconds = call.longest_wait() + PATIENCE
         try:
             async with asyncio.timeout(seconds):
                 reply: SessionReply = await pending
