@@ -273,6 +273,18 @@ def test_an_engine_that_does_not_answer_in_time_is_not_called_dead(
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_hung")
 
 
+@pytest.mark.parametrize("path", ["/liveness", "/health?deep=1"])
+def test_an_engine_that_never_answers_is_given_up_after_the_option(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = command_site(liveness_timeout=0.05)
+
+    async def call(method: str, /, **args: Any) -> Any:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(s.llm, "call", call)
+    answer = s.get(path)
+    assert answer.status_code == 503 and answer.json()["error"]["message"].endswith("not answered for 0.05 s")
+
+
 def test_trainers_find_the_configuration_where_vllm_has_it() -> None:
     shown = command_site().get("/server_info?config_format=json").json()["vllm_config"]
     assert shown["model_config"]["logprobs_mode"] == "raw_logprobs" and shown["lora_config"] is None

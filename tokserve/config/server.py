@@ -69,9 +69,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     reject_while_paused: Annotated[
         bool, about("Refuse requests (503) while the engine is paused or asleep; else they wait.")
     ] = False
-    liveness_timeout: Annotated[float, about("Seconds the engine has to answer GET /liveness.", gt=0, le=FOR_EVER)] = (
-        10.0
-    )
+    liveness_timeout: Annotated[
+        float, about("Seconds the engine has to answer GET /liveness and /health?deep=1.", gt=0, le=FOR_EVER)
+    ] = 10.0
     chat_template: Annotated[str | None, about("Jinja file, or the template itself, instead of the model's.")] = None
     default_chat_template_kwargs: Annotated[
         dict[str, Any] | None,

@@ -22,7 +22,6 @@ from tokserve.protocol.params import VLLM_LOGPROBS_MODES
 from tokserve.server.http import body
 from tokserve.server.serving import Serving
 
-DEEP_SECONDS = 3.0  # an engine that takes longer to answer /health?deep=1 counts as hung
 FRESH_SECONDS = 0.5  # if a step takes longer than this, the engine's last known state is shown
 LOGPROBS_MODE_NAMES = {mode: name for name, mode in VLLM_LOGPROBS_MODES.items()}
 ENGINE_FIELDS = ("max_model_len", "vocab_size", "num_blocks", "block_size", "eos_token_ids")
@@ -76,7 +75,7 @@ async def health(serving: Serving, request: Request) -> Response:
     """GET /health: 200 while the engine is alive and not hung; `?deep=1` asks the engine itself"""
     check_alive(serving)
     if request.query_params.get("deep", "0").lower() not in ("0", "false", ""):
-        await serving.probe("check", DEEP_SECONDS)  # checks the accounting of KV blocks
+        await serving.probe("check", serving.config.server.liveness_timeout)  # checks the accounting of KV blocks
     return body.reply(request, {})
 
 
