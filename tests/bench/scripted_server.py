@@ -76,7 +76,7 @@ def scripted(answer: Answer) -> Iterator[Scripted]:
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        assert ready.wait(10)
+        assert ready.wait(60)
         yield server
     finally:
         loop.call_soon_threadsafe(loop.stop)

@@ -185,7 +185,7 @@ def test_a_body_over_the_limit_is_413(api: Api) -> None:
 def exchange(api: Api, raw: bytes, continuation: bytes = b"") -> tuple[int, bytes]:
     """Send bytes and read one answer; `then` follows the server's 100 Continue."""
     address = urlsplit(api.url)
-    with socket.create_connection((address.hostname, address.port), timeout=20) as sock:
+    with socket.create_connection((address.hostname, address.port), timeout=120) as sock:
         sock.sendall(raw)
         file = sock.makefile("rb")
         status = int(file.readline().split()[1])
@@ -209,7 +209,7 @@ def test_expect_100_continue(api: Api) -> None:
 
 def test_pipelined_requests_are_answered_in_order(api: Api) -> None:
     address = urlsplit(api.url)
-    with socket.create_connection((address.hostname, address.port), timeout=20) as sock:
+    with socket.create_connection((address.hostname, address.port), timeout=120) as sock:
         one = b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n"
         sock.sendall(one % b"/version" + one % b"/nowhere" + b"GET /health HTTP/1.0\r\n\r\n")
         answer = b""
@@ -224,7 +224,7 @@ def test_http_1_0_replies_are_not_chunked(api: Api, stream: bool) -> None:
     body = json.dumps(BODY | {"stream": stream}).encode()
     head = f"POST {GENERATE} HTTP/1.0\r\nContent-Type: {JSON}\r\nContent-Length: {len(body)}\r\n\r\n"
     address = urlsplit(api.url)
-    with socket.create_connection((address.hostname, address.port), timeout=20) as sock:
+    with socket.create_connection((address.hostname, address.port), timeout=120) as sock:
         sock.sendall(head.encode() + body)
         headers, _, answer = b"".join(iter(lambda: sock.recv(65536), b"")).partition(b"\r\n\r\n")
     assert b" 200 " in headers and b"connection: close" in headers and b"chunked" not in headers

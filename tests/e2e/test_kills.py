@@ -195,7 +195,7 @@ def test_kill_9_of_each_process(model: Path, tmp_path: Path, layout: str, kind: 
         else:
             if kind == "API process":
                 serves_again(server, layout)
-            load.wait(20)
+            load.wait(120)
     lost = sum(count for outcome, count in load.outcomes.items() if outcome.startswith("lost"))
     assert ends or kind == "API process" or not lost, load.outcomes
 
@@ -210,7 +210,7 @@ def test_kill_9_of_replaceable_processes(model: Path, tmp_path: Path, layout: st
                 victim.kill()
                 victim.wait(PATIENCE)
                 serves_again(server, layout)
-                load.wait(20)
+                load.wait(120)
                 after = sum(count for outcome, count in load.outcomes.items() if outcome.startswith("lost"))
                 assert kind == "API process" or after == lost, load.outcomes
 

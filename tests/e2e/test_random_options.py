@@ -142,7 +142,7 @@ def refusal(server: Server) -> str | None:
         _ = server.url
     except AssertionError:
         log = "\n".join(server.log)
-        assert server.process.wait(30) != 0 and "Traceback" not in log, log
+        assert server.process.wait(120) != 0 and "Traceback" not in log, log
         assert "error" in server.log[-1], log
         return server.log[-1]
     return None

@@ -99,7 +99,7 @@ def test_an_engine_that_is_killed_or_hangs_is_replaced_with_its_last_weights_and
         left = directories(third)
         server.process.kill()
         server.process.wait()
-        third.wait(30)
+        third.wait(120)
         assert left and not [path for path in left if path.exists()]
 
 

@@ -344,7 +344,7 @@ def test_the_engine_does_not_outlive_a_killed_parent(address: str, variant: str)
         with Front(address) as front:
             front.hello()
             os.kill(parent.pid, signal.SIGKILL)
-            engine.wait(20)
+            engine.wait(120)
             assert not Path(address.removeprefix("ipc://")).exists()
         if variant == "fork":
             os.kill(fork, signal.SIGKILL)

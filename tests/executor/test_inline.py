@@ -184,7 +184,7 @@ def test_depth_two_returns_before_the_plan_has_run(monkeypatch: pytest.MonkeyPat
     forward = FakeRunner.forward
 
     def slow(self: FakeRunner, plan: StepPlan) -> StepPlan:
-        assert go.wait(20)
+        assert go.wait(120)
         return forward(self, plan)
 
     monkeypatch.setattr(FakeRunner, "forward", slow)

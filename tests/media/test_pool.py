@@ -225,7 +225,7 @@ def test_a_worker_ends_with_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
     worker.await_ready()
     os.close(source), os.close(target)
     worker._process.stdin.close()  # type: ignore[union-attr]  # as the end of the server does
-    assert worker._process.wait(30) == 0
+    assert worker._process.wait(120) == 0
     worker._process.stdout.close()  # type: ignore[union-attr]
 
 

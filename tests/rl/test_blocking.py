@@ -95,9 +95,9 @@ def test_closing_raises_in_a_waiting_thread() -> None:
     requested, notified = threading.Event(), threading.Event()
     client = blocking(answer)
     threading.Thread(target=wait, daemon=True).start()
-    assert requested.wait(10)
+    assert requested.wait(60)
     client.close()
-    assert notified.wait(10)
+    assert notified.wait(60)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -123,5 +123,5 @@ def test_a_client_that_is_collected_ends_its_thread() -> None:
     (thread,) = set(threading.enumerate()) - before
     del client
     gc.collect()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()

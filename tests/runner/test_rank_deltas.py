@@ -38,9 +38,9 @@ class Exchange:
         self._rows: list[Tensor | None] = [None] * size
 
     def gather(self, rank: int, row: Tensor) -> list[Tensor]:
-        self._barrier.wait(20)
+        self._barrier.wait(120)
         self._rows[rank] = row
-        self._barrier.wait(20)
+        self._barrier.wait(120)
         return [row for row in self._rows if row is not None]
 
 

@@ -434,7 +434,7 @@ def test_an_interrupt_ends_a_transfer_whose_sender_is_silent(bench: Bench) -> No
     receiving = threading.Thread(target=receive, daemon=True)
     receiving.start()
     runner.interrupt()
-    receiving.join(20)
+    receiving.join(120)
     assert [str(error) for error in failures] == ["the transfer was interrupted"]
     trainer.die()
 

@@ -108,7 +108,7 @@ def test_a_body_whose_client_leaves_while_its_values_are_counted_is_not_held(mon
 
     def slowly(raw: body_reader.Buffer) -> int:
         counts.set()
-        assert may_end.wait(30)
+        assert may_end.wait(120)
         return count(raw)
 
     monkeypatch.setattr(body_reader, "_json_values", slowly)
@@ -225,7 +225,7 @@ def test_the_pages_of_a_body_that_is_refused_go_back_in_a_thread(monkeypatch: py
     pages = buffer._pages
     assert pages is not None
     buffer.clear()
-    assert done.wait(10) and pages.closed and names[0].startswith("tokserve-work")
+    assert done.wait(60) and pages.closed and names[0].startswith("tokserve-work")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def generate(server: ScriptedServer, reply: ScriptedReply, **fields: Any) -> htt
     NEXT.append(reply)
     params = {"max_tokens": 10, "logprobs": 0, **fields.pop("params", {})}
     body = {"token_ids": [10, 11, 12], "sampling_params": params, "logprobs_format": "arrays", **fields}
-    return httpx.post(server.url + "/inference/v1/generate", json=body, timeout=30)
+    return httpx.post(server.url + "/inference/v1/generate", json=body, timeout=120)
 
 
 def choice(response: httpx.Response) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def test_choices_and_chat(server: ScriptedServer) -> None:
 
 
 def test_an_error_of_the_script_reaches_the_client(server: ScriptedServer) -> None:
-    response = httpx.post(server.url + "/inference/v1/generate", json={"token_ids": [1]}, timeout=30)
+    response = httpx.post(server.url + "/inference/v1/generate", json={"token_ids": [1]}, timeout=120)
     assert response.status_code == 500
     assert "the script raised IndexError" in response.text
 
