@@ -131,6 +131,30 @@ def test_a_template_that_shows_no_calls_is_recognized_by_its_texts(tools: str) -
     assert form is not None and form.name == tools
 
 
+@pytest.mark.parametrize("tools", ["phi4_mini_json", "granite", "internlm", "olmo3", "lfm2"])
+def test_calls_that_a_template_does_not_show_are_written_as_the_model_writes_them(tools: str) -> None:
+    chat, arguments = ChatTemplate(byte_tokenizer(), TELLS[tools]), {"city": 'Os"lo', "units": [None, True, {"a": 1}]}
+    parallel = [("get_weather", arguments), ("now", {})]
+    turn = {
+        "role": "assistant",
+        "content": "Look.",
+        "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": name, "arguments": json.dumps(values)}}
+            for name, values in parallel
+        ],
+    }
+    shown = chat.text([*QUESTION, turn], tools=TOOLS, add_generation_prompt=False)
+    assert "Os" not in shown
+    chat.write_calls_as(FORMATS[tools])
+    for content in ("Look.", [{"type": "text", "text": "Look."}]):
+        text = chat.text([*QUESTION, turn | {"content": content}], tools=TOOLS, add_generation_prompt=False)
+        answer = text[text.index("Look.") :].removesuffix("[end]\n")
+        reader = Parser(OutputFormat(FORMATS[tools], None, FUNCTIONS))
+        pieces = read(reader, answer)
+        assert pieces[0] == ("content", "Look.") and reader.complete
+        assert [(name, json.loads(values)) for name, values in calls(pieces)] == parallel
+
+
 @pytest.mark.parametrize(("tools", "thinking", "source"), SHOWS)
 def test_what_a_template_shows_of_calls_is_read_back(tools: str, thinking: str | None, source: str) -> None:
     """The next prompt shows the calls as the model wrote them, so it begins with the last answer."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from tokserve.base.errors import RequestError, StartError, invalid
 from tokserve.features.chat.missing_ids import missing_id
+from tokserve.features.chat.output_format import ToolFormat
 from tokserve.features.chat.templates import histories
 from tokserve.features.chat.templates.histories import REASONING_NAMES, Message, joined
 from tokserve.features.chat.templates.jinja import FAULTS, compiled, render, render_marked, variables_of
@@ -22,6 +23,7 @@ from tokserve.features.chat.templates.template_probes import (
     THOUGHT,
     before_answer,
     samples_of,
+    shows_calls,
     takes_later_system,
     takes_objects,
     takes_parts,
@@ -30,6 +32,7 @@ from tokserve.features.chat.templates.template_probes import (
     takes_thoughts,
     without_content,
 )
+from tokserve.features.chat.templates.written_calls import is_written, with_written_calls
 from tokserve.features.images.parts import CHAT_KINDS, ImageSlots, UnreadImage, chat_part
 from tokserve.text.tokenizer import Tokenizer
 
@@ -71,6 +74,7 @@ class ChatTemplate:
     ) -> None:
         self.tokenizer = tokenizer
         self._treatment = special_tokens
+        self.call_format: ToolFormat | None = None  # of calls that the template does not show
         self._special_texts: dict[str | None, SpecialTexts] = {}  # by template of a request
         try:
             self._defaults = _checked_kwargs(defaults)
@@ -214,6 +218,8 @@ class ChatTemplate:
         )
         _check_roles(chat, source)
         chat = self._with_system_in_place(chat, source)
+        if self.call_format is not None and not shows_calls(source, self._special_tokens):
+            chat = [with_written_calls(message, self.call_format) for message in chat]
         if not takes_several_calls(source, self._special_tokens):
             chat = histories.one_call_a_turn(chat)
         self._fit_messages(chat, source)
@@ -265,6 +271,10 @@ class ChatTemplate:
     def takes_later_system(self) -> bool:
         """Whether the template takes system messages between other turns; a server without a template takes none."""
         return bool(self._templates) and takes_later_system(self._source(None, False), self._special_tokens)
+
+    def write_calls_as(self, form: ToolFormat) -> None:
+        """Have calls of earlier turns written in the model's format where a template shows none."""
+        self.call_format = form if is_written(form) else None
 
     def takes_several_calls(self, options: Mapping[str, Any]) -> bool:
         """Whether the template shows several calls of a message.  `options` are those of `text`."""

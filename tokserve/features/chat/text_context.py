@@ -45,7 +45,13 @@ class TextContext:
         """How the model writes tool calls; None: unknown, or they are not to be parsed.  Raises StartError."""
         if self._options.enable_auto_tool_choice is False:
             return None
-        rows = self.plugin_rows.tools + tool_formats.TOOL_FORMATS
+        form = self._find_format(self.plugin_rows.tools + tool_formats.TOOL_FORMATS)
+        if form is not None:
+            self.template.write_calls_as(form)
+        return form
+
+    def _find_format(self, rows: Sequence[ToolFormat]) -> ToolFormat | None:
+        """The format of the option, or that of the template."""
         if self._options.tool_call_parser != "auto":
             return tool_formats.named(rows, self._options.tool_call_parser, "tool_call_parser")
         recognised = tool_formats.recognize(self.template, rows)

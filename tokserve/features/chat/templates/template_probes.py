@@ -1,7 +1,7 @@
 """How a chat template takes what templates differ in, found out by rendering samples.
 
 Contents in parts or as text, the absent content of an assistant's message, its reasoning, the arguments of calls,
-several calls of a message, a text beside the reasoning of a call, system messages between other turns; and what it
+calls, several of a message, a text beside the reasoning of a call, system messages between other turns; and what it
 writes before an answer.
 """
 
@@ -99,6 +99,13 @@ def without_content(source: str, calls: bool, special_tokens: SpecialTokens) -> 
         if text not in (None, usual) and all(text.count(null) <= usual.count(null) for null in NULLS):
             return content
     return CONTENTS[0]
+
+
+@lru_cache(maxsize=64)
+def shows_calls(source: str, special_tokens: SpecialTokens) -> bool:
+    """Whether a template shows the call of a message, or does not take it."""
+    shown = _answer(source, special_tokens, {"content": ""}, _arguments(source, special_tokens))
+    return shown is None or SAMPLES[0] in shown
 
 
 @lru_cache(maxsize=64)
