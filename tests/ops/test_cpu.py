@@ -27,7 +27,7 @@ _C = pytest.importorskip("tokserve._C")
 registry.load_extension("cpu")
 # for devices with their own memory or a library of products, and for those that compute in float8
 NOT_ON_CPU = {"advance_step", "edit_rows", "prepare_step", "attention_work", "accept_library"}
-NOT_ON_CPU |= {"pack_linear_float8", "pack_scaled_float8", "linear_float8"}
+NOT_ON_CPU |= {"pack_linear_float8", "pack_scaled_float8", "linear_float8", "sum_rows", "softmax"}
 NAMES = [name for name in OPS if name not in {*PACKING.values(), "pack_int4", "pack_gated_int4"} | NOT_ON_CPU]
 CALLS: dict[str, Callable[..., Any]] = {
     name: op.implementations["cpp"].call for name, op in OPS.items() if name not in NOT_ON_CPU
@@ -200,6 +200,7 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
         "packed_positions": (CALLS["pack_linear"](randn(700, 512, dtype=bf16)), 3, torch.arange(0, 690 * 512, 7)),
         "activation_gradients": (randn(300, 512), randn(300, 1024, seed=1), "gelu_tanh", True),
         "norm_gradients": (randn(700, 512), randn(700, 512, seed=1), randn(512), 1e-6),
+        "matrix_product": (randn(300, 512, dtype=bf16), randn(512, 700, dtype=bf16), torch.float32),
         "attention_gradients": (  # 300 tokens, and 60 that share the first 200 of them
             *randn(2, 360, 8, 64, dtype=bf16).unbind(), *randn(2, 360, 2, 64, dtype=bf16).unbind(),
             torch.tensor([0, 200, 300, 360]),

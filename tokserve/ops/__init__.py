@@ -80,6 +80,7 @@ __all__ = [
     "linear_int8",
     "linear_wna16",
     "logprobs",
+    "matrix_product",
     "norm_gradients",
     "norm_rope_store",
     "pack_gated",
@@ -106,7 +107,9 @@ __all__ = [
     "sampling_mask",
     "short_conv",
     "silu_mul",
+    "softmax",
     "store_kv",
+    "sum_rows",
     "wrap",
 ]
 
@@ -165,6 +168,9 @@ latent_attention = latent.latent_attention.reference
 attention_gradients = gradients.attention_gradients.reference
 activation_gradients = gradients.activation_gradients.reference
 norm_gradients = gradients.norm_gradients.reference
+matrix_product = gradients.matrix_product.reference
+sum_rows = gradients.sum_rows.reference
+softmax = gradients.softmax.reference
 sample = sampling.sample.reference
 sample_fused = sampling.sample_fused.reference
 edit_rows = step.edit_rows.reference

@@ -1,4 +1,5 @@
-"""References of gradients: of attention over sequences that share prefixes, of activations, of norms.
+"""References of what gradients need: products, sums by row, softmax; those of attention over sequences that share
+prefixes, of activations, of norms.
 
 The server never calls them.  Products and long sums run on one thread: a library may divide them among threads.
 """
@@ -11,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tokserve.ops import elementwise
+from tokserve.ops import dense, elementwise
 from tokserve.ops.elementwise import widened
 from tokserve.ops.registry import op
 from tokserve.ops.serial import one_thread
@@ -19,6 +20,28 @@ from tokserve.ops.serial import one_thread
 QUERIES = 256  # of a node whose weights are in memory at a time
 TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (3e-2, 2e-2), torch.float16: (1e-5, 1e-5)}
 ROW_TOLERANCE = {torch.float32: (5e-5, 1e-5), torch.bfloat16: (5e-5, 1e-2), torch.float16: (5e-5, 2e-3)}
+
+
+@op(tolerance={dtype: (5e-5, max(5e-5, relative)) for dtype, (_, relative) in dense.TOLERANCE.items()})
+def matrix_product(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """a [M,K] times b [K,N]: [M,N], summed in float32 in one order for each element, whatever M, and rounded once.
+
+    Rows or columns of each lie together, so that either may be the transpose of a tensor.  `out_dtype` float32 returns
+    the sums as they are; None rounds to a's dtype.
+    """
+    return dense.linear.reference(a, dense.pack_linear.reference(b.t()), None, out_dtype)
+
+
+@op(tolerance={torch.float32: (1e-5, 1e-5)})
+def sum_rows(rows: Tensor, places: Tensor, count: int) -> Tensor:
+    """Rows [T,H] float32 added up by place [T] int64, in their order: [count,H]."""
+    return torch.ops.aten.embedding_dense_backward(rows, places, count, -1, False)
+
+
+@op(tolerance={torch.float32: (1e-6, 1e-5)})
+def softmax(x: Tensor) -> Tensor:
+    """exp(x - max(x)) / sum(exp(x - max(x))) of each row of x [T,V] float32, which is overwritten and returned."""
+    return torch.softmax(x, -1, out=x)
 
 
 @op(tolerance=ROW_TOLERANCE)

@@ -84,7 +84,7 @@ class Items:
         """The probabilities of the logits that `processed` returned."""
         if self.mode == "temperature":
             processed = processed.div_(self.divisors()[:, None])
-        return torch.softmax(processed, -1, out=processed)
+        return ops.softmax(processed)
 
 
 def logprobs(
@@ -166,7 +166,7 @@ class _Logprobs(torch.autograd.Function):
                 slopes = steepness.mul_(slopes).to(head.dtype)
             factor = (-grad[piece] * head.multiplier / part.divisors())[:, None]
             part_grad = ctx.products.linear_input(slopes, [rounded]).float()
-            grad_hidden += backward.summed(part_grad.mul_(factor), part.rows, len(hidden))
+            grad_hidden += ops.sum_rows(part_grad.mul_(factor), part.rows, len(hidden))
             if ctx.needs_input_grad[2]:
                 share = ctx.products.linear_weight(slopes, (rows * factor).to(head.dtype))
                 grad_weight = share if grad_weight is None else grad_weight.add_(share)

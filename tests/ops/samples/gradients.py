@@ -6,7 +6,28 @@ from itertools import accumulate
 
 import torch
 
-from tests.ops.samples.common import Samples, normal
+from tests.ops.samples.common import PRODUCTS, Samples, normal
+
+
+def matrix_product(dtype: torch.dtype) -> Samples:
+    """Plain operands, and transposes of contiguous ones."""
+    for rows, depth, columns in (*PRODUCTS, (0, 8, 3)):
+        yield normal(dtype, 1, rows, depth), normal(dtype, 2, depth, columns)
+        yield normal(dtype, 3, depth, rows).t(), normal(dtype, 4, depth, columns), torch.float32
+        yield normal(dtype, 5, rows, depth), normal(dtype, 6, columns, depth).t(), torch.float32
+
+
+def sum_rows(dtype: torch.dtype) -> Samples:
+    for count, width, places in ((1, 8, 3), (40, 33, 7), (5, 64, 30), (0, 8, 3)):
+        generator = torch.Generator().manual_seed(width)
+        yield normal(dtype, 1, count, width), torch.randint(0, places, (count,), generator=generator), places
+
+
+def softmax(dtype: torch.dtype) -> Samples:
+    for rows, width in ((1, 7), (3, 320), (2, 5000), (0, 8)):
+        x = 4.0 * normal(dtype, width, rows, width)
+        x[:, 2:5] = float("-inf")
+        yield (x,)
 
 
 def activation_gradients(dtype: torch.dtype) -> Samples:

@@ -7,6 +7,24 @@ from torch import Tensor
 
 from tokserve import _C
 from tokserve.ops import gradients
+from tokserve.ops.cpu import dense
+
+
+@gradients.matrix_product.implement("cpp", device="cpu")
+def matrix_product(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """A transposed b is packed as it is.  Rows of a have to lie together: if its columns do, what is copied is a, or b
+    and the result, which is then that of the transposes."""
+    (outputs, depth), width = a.shape, b.shape[1]
+    if a.stride(-1) == 1:
+        return _times_transposed(a, b.t(), out_dtype)
+    if depth * outputs > (depth + outputs) * width:
+        return _times_transposed(b.t().contiguous(), a, out_dtype).t().contiguous()
+    return _times_transposed(a.contiguous(), b.t(), out_dtype)
+
+
+def _times_transposed(x: Tensor, matrix: Tensor, out_dtype: torch.dtype | None) -> Tensor:  # [M, K], [N, K] -> [M, N]
+    matrix = matrix if 1 in matrix.stride() else matrix.contiguous()
+    return dense.linear(x, dense.pack_linear(matrix), None, out_dtype)
 
 
 @gradients.activation_gradients.implement("cpp", device="cpu")

@@ -75,7 +75,7 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         ids, weight = ctx.saved_tensors
         grad = grad.float() if ctx.multiplier == 1.0 else grad.float() * ctx.multiplier
-        return None, None, backward.summed(grad, ids, len(weight))
+        return None, None, ops.sum_rows(grad, ids, len(weight))
 
 
 class _Linear(torch.autograd.Function):
@@ -128,10 +128,10 @@ class _LowRank(torch.autograd.Function):
         grads: list[Tensor] = []
         for (shard, scale), down, up in zip(ctx.shards, masters[::2], masters[1::2], strict=True):
             down, up, part = down.to(x.dtype), up.to(x.dtype), parts[shard].contiguous()
-            inner = backward.times_transposed(x, down).mul_(scale).to(x.dtype)  # [T, r]
-            grad_inner = backward.times_transposed(part, up.t()).mul_(scale).to(x.dtype)
+            inner = ops.matrix_product(x, down.t(), torch.float32).mul_(scale).to(x.dtype)  # [T, r]
+            grad_inner = ops.matrix_product(part, up, torch.float32).mul_(scale).to(x.dtype)
             grads += [backward.linear_weight(grad_inner, x), backward.linear_weight(part, inner)]
-            grad_x += backward.times_transposed(grad_inner, down.t())
+            grad_x += ops.matrix_product(grad_inner, down, torch.float32)
         return grad, grad_x.to(x.dtype), None, None, *grads
 
 
