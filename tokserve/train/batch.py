@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.layers.attention import Attention
-from tokserve.train.tree import BLOCK, Packing
+from tokserve.train.tree import Packing
 
 
 class PackedBatch:
@@ -32,7 +32,7 @@ class PackedBatch:
         self._slots = torch.from_numpy(packing.slots).to(device)  # [T]
         self._copied = torch.from_numpy(packing.copied).to(device)  # [C]
         self._copied_slots = torch.from_numpy(packing.copied_slots).to(device)  # [C]
-        self._num_blocks = packing.num_blocks
+        self._num_blocks, self._block = packing.num_blocks, packing.block
         self._pages: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def attend(self, qkv: Tensor, layer: Attention, table: Tensor) -> Tensor:  # [T, (Hq + 2 Hk) D] -> [T, Hq D]
@@ -72,10 +72,10 @@ class PackedBatch:
             layer.softcap,
         )
 
-    def _blocks(self, layer: Attention) -> tuple[Tensor, Tensor]:  # each [B, Hk, BLOCK, D]
+    def _blocks(self, layer: Attention) -> tuple[Tensor, Tensor]:  # each [B, Hk, block, D]
         key = (layer.kv_heads, layer.dim, layer.dtype)
         if key not in self._pages:
-            shape = (2, self._num_blocks, layer.kv_heads, BLOCK, layer.dim)
+            shape = (2, self._num_blocks, layer.kv_heads, self._block, layer.dim)
             self._pages[key] = torch.empty(shape, dtype=layer.dtype, device=self.positions.device)
         keys, values = self._pages[key].unbind()
         return keys, values

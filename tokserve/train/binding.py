@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+import torch
+
 from tokserve import ops as bound_ops
-from tokserve.ops.arithmetic import choose_kernels
+from tokserve.base.errors import StartError
+from tokserve.ops.arithmetic import FMA, choose_kernels
+from tokserve.train.layers.products import Products
 
 COMPILED = "cpp"
+DEVICES = ("cpu", "cuda")
+PAGES = {"cpu": 16, "cuda": 64}  # by kind of device, tokens of a block of keys: as a server has them by default
 
 
 class Binding:
-    """`overrides`, `arithmetic` and `kernels` as the server's options ops, cpu_arithmetic and cpu_kernels."""
+    """`overrides`, `arithmetic` and `kernels` as the server's options ops, cpu_arithmetic and cpu_kernels.  `device`:
+    "cpu", or "cuda" for this process's current GPU.  Raises StartError."""
 
-    def __init__(self, dtype: str, overrides: dict[str, str] | None, arithmetic: str, kernels: str | None) -> None:
+    def __init__(
+        self, dtype: str, overrides: dict[str, str] | None, arithmetic: str, kernels: str | None, device: str = "cpu"
+    ) -> None:
+        self.kind = kind_of(device)
         self._dtype, self._overrides = dtype, overrides
-        self._chosen = bound_ops.bind(bound_ops.torch_device.type, overrides)
+        self._chosen = bound_ops.bind(self.kind, overrides)
         self._kernels: str | None = None
         self.arithmetic: str | None = None
         if COMPILED in self._chosen.values():
             chosen = choose_kernels(dtype, arithmetic, kernels)
             self._kernels, self.arithmetic = chosen.name, chosen.arithmetic
+        self.device = bound_ops.torch_device
         self._functions = self._current()
+
+    @property
+    def page(self) -> int:
+        """Tokens of a block of keys."""
+        return PAGES[self.kind]
+
+    @property
+    def products(self) -> Products:
+        """Which products gradients are made of."""
+        return Products(native=self.arithmetic not in (None, FMA))
 
     def _current(self) -> list[object]:
         return [vars(bound_ops)[name] for name in self._chosen]
@@ -28,7 +49,30 @@ class Binding:
         """Make these the ops in use; True if weights have to be packed again."""
         changed = self._current() != self._functions
         if changed:
-            bound_ops.bind(bound_ops.torch_device.type, self._overrides)
+            bound_ops.bind(self.kind, self._overrides)
         if self._kernels is not None:
             choose_kernels(self._dtype, kernels=self._kernels)
         return changed
+
+
+def kind_of(device: str | torch.device) -> str:
+    """The kind of a device that is here.  Raises StartError."""
+    kind = str(device).partition(":")[0]
+    if kind not in DEVICES:
+        raise StartError(f"device {str(device)!r} must be one of {', '.join(DEVICES)}")
+    chosen = torch.device(device)
+    if kind == "cuda" and not has_gpu():
+        raise StartError(f"device {str(device)!r}: torch sees no GPU here")
+    if kind == "cuda" and chosen.index is not None and chosen.index != current_gpu():
+        raise StartError(
+            f"device {str(device)!r} is not this process's current GPU: call torch.cuda.set_device({chosen.index})"
+        )
+    return kind
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def current_gpu() -> int:
+    return torch.cuda.current_device()

@@ -20,6 +20,7 @@ from tokserve.models.decoder import DecoderSpec
 from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.models.registry import ARCHITECTURES
 from tokserve.protocol.kv_spec import dtype_name
+from tokserve.train.binding import DEVICES
 from tokserve.train.compilation import uncompiled
 from tokserve.train.layers import projections
 from tokserve.train.padding import packed_positions, unpad
@@ -78,13 +79,16 @@ def exact(
     `share_prefixes`: prefixes that rows have in common are computed once.  `activation_bytes`: what a forward pass may
     keep for the backward pass, by default all; with the model's gradient checkpointing on, one hidden state a layer.
 
+    It computes where the parameters are: on the CPU, or on the process's current GPU; move the model first.
+
     A model that is exact already gets these options instead.  Raises TypeError for what is no transformers causal model
-    with whole tensors of floats on the CPU, and ValueError for an architecture or a setting that the server has not.
+    with whole tensors of floats on one device, and ValueError for an architecture or a setting that the server has not.
     """
     causal = _causal(model)
     name = _dtype_of(causal) if dtype is None else dtype_name(dtype)
     if name not in DTYPES.values():
         raise ValueError(f"dtype must be one of {', '.join(DTYPES.values())}, got {name}")
+    device = _device_of(causal)
     options = ServedOptions(
         dtype=name,
         head_dtype=head_dtype,
@@ -95,13 +99,15 @@ def exact(
         max_tokens=max_tokens,
         activation_bytes=activation_bytes,
         share_prefixes=share_prefixes,
+        device=device,
     )
     base, head = causal.get_submodule("model"), causal.get_submodule("lm_head")
     if type(head) is not nn.Linear and not isinstance(head, _ExactHead):
         raise TypeError(f"lm_head is a {type(head).__qualname__}: only a plain one is supported")
-    tied = head.weight is projections.collect(base, [EMBEDDING], PREFIX).masters[EMBEDDING]
+    where = causal.get_input_embeddings().weight.device
+    tied = head.weight is projections.collect(base, [EMBEDDING], PREFIX, where).masters[EMBEDDING]
     try:
-        served = ServedDecoder(_spec(causal, tied=tied), options)
+        served = ServedDecoder(_spec(causal, device.partition(":")[0], tied=tied), options)
     except StartError as error:
         raise ValueError(str(error)) from error
     served.collect(base)
@@ -135,6 +141,12 @@ def _causal(model: nn.Module) -> Any:
     return causal
 
 
+def _device_of(causal: Any) -> str:
+    """Where the model computes: the CPU, if its parameters are on nothing else that computes."""
+    device: torch.device = causal.get_input_embeddings().weight.device
+    return str(device) if device.type in DEVICES else "cpu"
+
+
 def _dtype_of(causal: Any) -> str:
     weight = causal.get_input_embeddings().weight
     if weight.dtype not in DTYPES:
@@ -142,9 +154,9 @@ def _dtype_of(causal: Any) -> str:
     return DTYPES[weight.dtype]
 
 
-def _spec(causal: Any, *, tied: bool) -> DecoderSpec:
+def _spec(causal: Any, device: str, *, tied: bool) -> DecoderSpec:
     config = causal.config.to_dict()
-    spec = trainable_spec(config | {"architectures": [type(causal).__name__], "tie_word_embeddings": tied})
+    spec = trainable_spec(config | {"architectures": [type(causal).__name__], "tie_word_embeddings": tied}, device)
     if spec.logits_multiplier != 1.0 or spec.logits_softcap:
         raise ValueError(
             f"{type(causal).__name__} scales or caps logits after its head, where an exact model cannot: "
@@ -216,7 +228,7 @@ class _ExactHead(_ExactModule):
         """Logits float32 [..., V] of hidden states [..., H]."""
         served = self._served
         with torch.autocast(hidden.device.type, enabled=False):
-            weight = projections.parameter(self, "lm_head", "weight")
+            weight = projections.parameter(self, "lm_head", "weight", served.device)
             served.sync_head(weight)
             flat = served.logits(hidden.reshape(-1, hidden.shape[-1]), weight)
         return flat.view(*hidden.shape[:-1], flat.shape[-1])
@@ -251,11 +263,11 @@ class _ExactCausalLM(_ExactModule):
             vocab=served.modules.vocab,
             positions=served.modules.num_positions,
         )
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(served.device.type, enabled=False):
             weights = served.collect(base)
             if served.modules.head_name == HEAD:
                 head = _exact_head(self)
-                weights.masters[HEAD] = projections.parameter(head, "lm_head", "weight")
+                weights.masters[HEAD] = projections.parameter(head, "lm_head", "weight", served.device)
             served.sync(weights)
             return served.rows(weights.masters, requests, mode=logprobs_mode, recompute=_checkpoints(base))
 

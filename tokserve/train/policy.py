@@ -19,13 +19,11 @@ from tokserve.models import dummy, load, weights
 from tokserve.models.decoder import Decoder
 from tokserve.models.formats import FLOATS
 from tokserve.models.provenance import EMBEDDING, HEAD
-from tokserve.ops.arithmetic import FMA
 from tokserve.train import adapters, scoring
 from tokserve.train.adapters import TrainedAdapter
 from tokserve.train.binding import Binding
 from tokserve.train.compilation import uncompiled
 from tokserve.train.layers.modules import DecoderModules
-from tokserve.train.layers.products import Products
 from tokserve.train.requests import Masks, Params, checked
 from tokserve.train.support import trainable_spec
 
@@ -87,7 +85,7 @@ class PolicyModel(nn.Module):
         ordered_gradients: bool = False,
     ) -> None:
         super().__init__()
-        self._modules_of_decoder = DecoderModules(decoder, Products(native=binding.arithmetic not in (None, FMA)))
+        self._modules_of_decoder = DecoderModules(decoder, binding)
         for name, master in masters.items():
             trained = name not in self._modules_of_decoder.constants
             _register(self, name, nn.Parameter(master, requires_grad=trained))
@@ -106,6 +104,7 @@ class PolicyModel(nn.Module):
         directory: str | Path,
         dtype: str = "bfloat16",
         *,
+        device: str = "cpu",
         head_dtype: str = "auto",
         load_format: str = "auto",
         seed: int = 0,
@@ -121,14 +120,15 @@ class PolicyModel(nn.Module):
         """Load a checkpoint directory, "demo" or a hub name.  Raises StartError.
 
         `dtype`, `head_dtype`, `cpu_arithmetic` and so on are the server's options and must have the server's values.
+        `device`: "cpu", or "cuda" for the process's current GPU, where masters are kept as well.
         `load_format` "dummy" draws weights from `seed`, as the server does.
         """
         if quantization not in (None, "none"):
             raise StartError(f"quantization {quantization!r} cannot be trained; a policy keeps its weights in {dtype}")
-        binding = Binding(dtype, ops, cpu_arithmetic, cpu_kernels)
+        binding = Binding(dtype, ops, cpu_arithmetic, cpu_kernels, device)
         source = checkpoint.locate(str(directory), weights=load_format != "dummy")
         config = checkpoint.hf_config(source)
-        trainable_spec(config)
+        trainable_spec(config, binding.kind)
         decoder = load.load_decoder(
             source,
             config,
@@ -140,9 +140,10 @@ class PolicyModel(nn.Module):
             quantization="none",
         )
         if load_format == "dummy":
-            masters = dict(dummy.tensors(decoder.parameters_by_name(), seed))
+            drawn = dummy.tensors(decoder.parameters_by_name(), seed)
         else:
-            masters = dict(_masters(source, decoder))
+            drawn = _masters(source, decoder)
+        masters = {name: master.to(binding.device) for name, master in drawn}
         return cls(
             decoder,
             masters,
@@ -268,6 +269,9 @@ class PolicyModel(nn.Module):
 
     def _synced(self) -> dict[str, Tensor]:
         masters: dict[str, Tensor] = dict(self.named_parameters())
+        device = masters[EMBEDDING].device
+        if device.type != self._binding.device.type:
+            raise ValueError(f"the policy's weights are on {device}, but it was loaded for {self._binding.device}")
         rebound = self._binding.activate()
         # FSDP gathers parameters into tensors whose versions it holds, so that a change does not show
         sharded = any(base.__name__ == "FSDPModule" for base in type(self).__mro__)

@@ -53,7 +53,7 @@ def _scored(
     *,
     share: bool,
 ) -> Iterator[Tensor]:
-    packing = tree.pack([request.tokens[:-1] for request in requests], share=share)
+    packing = tree.pack([request.tokens[:-1] for request in requests], share=share, block=modules.page)
     device = masters[EMBEDDING].device
     tokens, items, indices = items_of(requests, packing, mode, device)
     hidden = modules.hidden(PackedBatch(packing, device), tokens, masters, budget)

@@ -15,17 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from tokserve import ops
 from tokserve.models import load
 from tokserve.models.decoder import DecoderSpec
 from tokserve.models.provenance import HEAD
-from tokserve.ops.arithmetic import FMA
 from tokserve.train import scores, scoring, tree
 from tokserve.train.batch import PackedBatch
 from tokserve.train.binding import Binding
 from tokserve.train.byte_budget import ByteBudget
 from tokserve.train.layers import functions, projections
 from tokserve.train.layers.modules import DecoderModules
-from tokserve.train.layers.products import Products
 from tokserve.train.layers.projections import ModelWeights
 from tokserve.train.padding import PaddedBatch
 from tokserve.train.requests import ScoringRequest
@@ -47,6 +46,7 @@ class ServedOptions:
     max_tokens: int = 4096
     activation_bytes: int | None = None
     share_prefixes: bool = True
+    device: str = "cpu"
 
 
 class ServedDecoder:
@@ -54,12 +54,11 @@ class ServedDecoder:
 
     def __init__(self, spec: DecoderSpec, options: ServedOptions) -> None:
         self.spec, self.options = spec, options
-        self._binding = Binding(options.dtype, options.ops, options.cpu_arithmetic, options.cpu_kernels)
+        self._binding = Binding(options.dtype, options.ops, options.cpu_arithmetic, options.cpu_kernels, options.device)
         decoder = load.build(
             spec, dtype=options.dtype, head_dtype=options.head_dtype, max_model_len=options.max_model_len
         )
-        self._products = Products(native=self._binding.arithmetic not in (None, FMA))
-        self.modules = DecoderModules(decoder, self._products)
+        self.modules = DecoderModules(decoder, self._binding)
         self._adapter: dict[str, tuple[float, int]] = {}
 
     def __reduce__(self) -> Any:
@@ -70,13 +69,18 @@ class ServedDecoder:
         """How bfloat16 products are summed, as the server's option says it; None: by no compiled ops."""
         return self._binding.arithmetic
 
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._binding.device
+
     def collect(self, base: nn.Module) -> ModelWeights:
         """The parameters of a transformers backbone, but the head's, by the server's names.  A tensor for all experts
         becomes views of it, one for each name of an expert.  Raises TypeError, ValueError."""
         stacked = self.modules.decoder.stacked_parameters()
         covered = {name for one in stacked.values() for name in one.covers}
         names = [name for name in self.modules.names if name != HEAD and name not in covered]
-        weights = projections.collect(base, [*names, *stacked], PREFIX, self.modules.renames)
+        weights = projections.collect(base, [*names, *stacked], PREFIX, self.device, self.modules.renames)
         for name, one in stacked.items():
             weights.masters |= one.parts(weights.masters.pop(name))
         return weights
@@ -105,7 +109,8 @@ class ServedDecoder:
         parts: list[list[Tensor]] = []
         total = 0
         for group in tree.chunks(batch.sequences, self.options.max_tokens, share=self.options.share_prefixes):
-            packing = tree.pack([batch.sequences[number] for number in group], share=self.options.share_prefixes)
+            sequences = [batch.sequences[number] for number in group]
+            packing = tree.pack(sequences, share=self.options.share_prefixes, block=self.modules.page)
             for number, index in zip(group, packing.index, strict=True):
                 source[batch.cells[number]] = total + index
             tokens = len(packing.input_ids)
@@ -126,7 +131,7 @@ class ServedDecoder:
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:  # [n, H] -> [n, V] float32
         """The head's.  `weight`: its parameter [V, H], packed already."""
         head = self.modules.decoder.head
-        return functions.applied(scores.Logits, hidden, head, weight, self._products)
+        return functions.applied(scores.Logits, hidden, head, weight, self._binding.products)
 
     def rows(
         self, masters: Mapping[str, Tensor], requests: Sequence[ScoringRequest], *, mode: str, recompute: bool
@@ -165,5 +170,4 @@ class _Spread(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         real, rows = ctx.saved_tensors
-        total = torch.zeros(ctx.tokens, grad.shape[1], dtype=torch.float32, device=grad.device)
-        return total.index_add_(0, rows, grad.index_select(0, real).float()).to(ctx.dtype), None
+        return ops.sum_rows(grad.index_select(0, real).float(), rows, ctx.tokens).to(ctx.dtype), None

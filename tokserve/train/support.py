@@ -86,18 +86,19 @@ KNOWN: dict[type, set[str]] = {
 VALUES: dict[tuple[type, str], set[str]] = {(MixtureSpec, "activation"): {"silu", "gelu_tanh"}}
 
 
-def trainable_spec(hf: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of a config.json.  Raises StartError, which names the architecture, if it has no backward pass here."""
+def trainable_spec(hf: Mapping[str, Any], device: str = "cpu") -> DecoderSpec:
+    """The spec of a config.json.  Raises StartError, which names the architecture, if it has no backward pass on this
+    kind of device."""
     spec = decoder_spec(hf)
     try:
-        check_spec(spec)
+        check_spec(spec, device)
     except StartError as error:
         raise StartError(f"{', '.join(ConfigReader(hf).texts('architectures'))}: {error}") from error
     return spec
 
 
-def check_spec(spec: DecoderSpec) -> None:
-    """Raise StartError, naming the attribute, if part of the decoder has no gradient here."""
+def check_spec(spec: DecoderSpec, device: str = "cpu") -> None:
+    """Raise StartError, naming the attribute, if part of the decoder has no gradient on this kind of device."""
     for number, block in enumerate(spec.blocks):
         if isinstance(block.attention, GatedDeltaSpec | ShortConvSpec):
             raise StartError(
@@ -114,6 +115,18 @@ def check_spec(spec: DecoderSpec) -> None:
             _check(block.mlp.router, f"layer {number}: router")
             if block.mlp.shared is not None:
                 _check(block.mlp.shared, f"layer {number}: shared expert")
+    if device != "cpu":
+        _check_kernels(spec, device)
+
+
+def _check_kernels(spec: DecoderSpec, device: str) -> None:
+    for number, block in enumerate(spec.blocks):
+        if isinstance(block.mlp, MixtureSpec):
+            raise StartError(f"layer {number}: a mixture of experts cannot be trained on {device!r}, but on a CPU")
+        if block.norm.kind != "rms":
+            raise StartError(
+                f"layer {number}: a norm that subtracts the mean cannot be trained on {device!r}, but on a CPU"
+            )
 
 
 def _check(part: Any, where: str) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
-BLOCK = 16  # tokens of a block
+BLOCK = 16  # tokens of a block, by default
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,11 @@ class Packing:
     nodes: list[Node]
     index: list[Int64]  # by sequence: where its tokens are in the batch
     block_tables: Int32  # [R, max_blocks]
-    slots: Int64  # [T]: block * BLOCK + offset
+    slots: Int64  # [T]: number of the block * `block` + offset
     copied: Int64  # [C]: tokens that are stored a second time, and
     copied_slots: Int64  # [C]: where
     num_blocks: int
+    block: int = BLOCK  # tokens of a block
 
 
 def order(sequences: Sequence[Int32]) -> list[int]:
@@ -76,13 +77,13 @@ def chunks(sequences: Sequence[Int32], max_tokens: int, *, share: bool) -> list[
     return groups
 
 
-def pack(sequences: Sequence[Int32], *, share: bool) -> Packing:
-    """The sequences, which are in sorted order if they `share`."""
+def pack(sequences: Sequence[Int32], *, share: bool, block: int = BLOCK) -> Packing:
+    """The sequences, which are in sorted order if they `share`.  `block`: tokens of a block."""
     nodes: list[Node] = []
     ends: list[Int64] = [np.empty(0, np.int64)] * len(sequences)  # by sequence, its path
     tables: list[Int32] = []
     owners: list[int] = []  # by node, a sequence that has it
-    builder = _Blocks()
+    builder = _Blocks(block)
     total = 0
     common = [0] + [shared(one, other) if share else 0 for one, other in pairwise(sequences)]
     empty = np.empty(0, np.int64)
@@ -130,13 +131,15 @@ def _packing(
         copied=_joined(builder.copied),
         copied_slots=_joined(builder.copied_slots),
         num_blocks=builder.count,
+        block=builder.size,
     )
 
 
 class _Blocks:
-    """Hands out blocks in ascending order, and notes which tokens go where."""
+    """Hands out blocks of `size` tokens in ascending order, and notes which tokens go where."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self.size = size
         self.count = 0
         self.slots: list[Int64] = []
         self.copied: list[Int64] = []
@@ -144,19 +147,18 @@ class _Blocks:
 
     def extend(self, table: Int32, start: int, end: int, path: Int64) -> Int32:
         """The block table of a node's positions start .. end - 1 after its parent's `table`; `path`: its tokens."""
-        kept = start // BLOCK
-        added = -(-end // BLOCK) - kept
+        kept = start // self.size
+        added = -(-end // self.size) - kept
         table = np.concatenate([table[:kept], np.arange(self.count, self.count + added, dtype=np.int32)])
         self.count += added
-        self.slots.append(_slots(table, np.arange(start, end)))
-        before = np.arange(kept * BLOCK, start)
+        self.slots.append(self._slots(table, np.arange(start, end)))
+        before = np.arange(kept * self.size, start)
         self.copied.append(path[before])
-        self.copied_slots.append(_slots(table, before))
+        self.copied_slots.append(self._slots(table, before))
         return table
 
-
-def _slots(table: Int32, positions: Int64) -> Int64:
-    return table[positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
+    def _slots(self, table: Int32, positions: Int64) -> Int64:
+        return table[positions // self.size].astype(np.int64) * self.size + positions % self.size
 
 
 def _joined(parts: Sequence[NDArray[np.integer]]) -> Int64:

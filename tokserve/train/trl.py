@@ -122,8 +122,9 @@ class TokserveGeneration:
         client, adapted = await self._connected(), hasattr(model, "get_base_model")
         causal = model.get_base_model() if adapted else model
         if not (adapted and self._base_is_there):
-            weights = projections.collect(causal, causal._served.modules.names, "").masters
-            named = [(name, weights[name]) for name in causal._served.modules.names]
+            served = causal._served
+            weights = projections.collect(causal, served.modules.names, "", served.device).masters
+            named = [(name, weights[name]) for name in served.modules.names]
             await client.update_weights(named, version=str(self._trainer.state.global_step))
         if adapted:
             self._base_is_there = True

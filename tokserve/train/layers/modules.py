@@ -21,22 +21,24 @@ from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.train import scores, support
 from tokserve.train.adapters import lora_a_name, lora_b_name
 from tokserve.train.batch import PackedBatch
+from tokserve.train.binding import Binding
 from tokserve.train.byte_budget import ByteBudget
 from tokserve.train.fingerprint import fingerprint
 from tokserve.train.layers import experts, functions, norms
 from tokserve.train.layers.blocks import BlockPass, Masters, joined, kept_bytes, norm_masters
-from tokserve.train.layers.products import Products
 from tokserve.train.scores import Items
 
 NORM = "model.norm"
 
 
 class DecoderModules:
-    """A decoder's layers, and the names of the masters of each.  Raises StartError for layers without a gradient."""
+    """A decoder's layers, and the names of the masters of each.  Raises StartError for layers without a gradient on the
+    binding's device."""
 
-    def __init__(self, decoder: Decoder, products: Products) -> None:
-        support.check_spec(decoder.spec)
+    def __init__(self, decoder: Decoder, binding: Binding) -> None:
+        support.check_spec(decoder.spec, binding.kind)
         self.decoder = decoder
+        self.page = binding.page  # tokens of a block of keys
         self.vocab = decoder.spec.vocab
         self.num_positions = len(decoder.rope_table)
         self.head_name = EMBEDDING if decoder.spec.tied else HEAD
@@ -44,7 +46,7 @@ class DecoderModules:
         self._linears = decoder.named_linears()
         self._targets = decoder.adapter_targets()
         self._groups = self._loaded_together()
-        self._products = products
+        self._products = binding.products
         self._adapter: dict[str, float] = {}  # by module, what the product of its factors is multiplied by
         self.adapted = False  # whether the adapter counts
         self._packed: dict[str, int] = {}  # by name, the fingerprint of the values that are packed

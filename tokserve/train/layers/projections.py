@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tokserve import ops
 from tokserve.train.adapters import MAX_RANK, lora_a_name, lora_b_name
 
 PEFT_LINEAR = ("peft.tuners.lora.layer", "Linear")
@@ -29,9 +29,14 @@ class ModelWeights:
 
 
 def collect(
-    base: nn.Module, names: Iterable[str], prefix: str, renames: Iterable[tuple[str, str]] = ()
+    base: nn.Module,
+    names: Iterable[str],
+    prefix: str,
+    device: torch.device,
+    renames: Iterable[tuple[str, str]] = (),
 ) -> ModelWeights:
-    """The parameters of `base` that the server calls `prefix` + their name in it.  Raises ValueError, TypeError.
+    """The parameters of `base` that the server calls `prefix` + their name in it.  Raises ValueError, TypeError, also
+    for those that are not on a device of this kind.
     `renames`: parts of transformers' names, and what they are in the server's where these differ."""
     weights, renames = ModelWeights(), tuple(renames)
     for name in names:
@@ -40,11 +45,11 @@ def collect(
         kind = type(module)
         if (kind.__module__, kind.__qualname__) == PEFT_LINEAR:
             if leaf == "weight":
-                _add_adapter(weights, place, module)
+                _add_adapter(weights, place, module, device)
             module = cast(nn.Module, module.base_layer)
         elif kind.__module__.split(".")[0] == "peft":
             raise ValueError(f"{place}: the server has no {kind.__qualname__} of peft; it adds LoRA to projections")
-        weights.masters[name] = parameter(module, place, leaf)
+        weights.masters[name] = parameter(module, place, leaf, device)
     return weights
 
 
@@ -60,8 +65,8 @@ def _module_of(base: nn.Module, name: str, prefix: str, renames: tuple[tuple[str
     return base.get_submodule(path), leaf
 
 
-def parameter(module: nn.Module, place: str, leaf: str) -> Tensor:
-    """A module's weight or bias, which must be a whole tensor of floats.  Raises TypeError."""
+def parameter(module: nn.Module, place: str, leaf: str, device: torch.device) -> Tensor:
+    """A module's weight or bias, which must be a whole tensor of floats on this kind of device.  Raises TypeError."""
     tensor = getattr(module, leaf) if hasattr(module, leaf) else None
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{place} is a {type(module).__qualname__} without a {leaf}")
@@ -69,12 +74,12 @@ def parameter(module: nn.Module, place: str, leaf: str) -> Tensor:
         raise TypeError(f"{place}.{leaf} is sharded; shard the whole model as one group (fully_shard(model))")
     if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
         raise TypeError(f"{place}.{leaf} is {tensor.dtype}: quantized weights are not supported")
-    if tensor.device.type != ops.torch_device.type:
-        raise TypeError(f"{place}.{leaf} is on {tensor.device}: exact models compute on {ops.torch_device}")
+    if tensor.device.type != device.type:
+        raise TypeError(f"{place}.{leaf} is on {tensor.device}: this exact model computes on {device.type}")
     return tensor
 
 
-def _add_adapter(weights: ModelWeights, place: str, layer: Any) -> None:
+def _add_adapter(weights: ModelWeights, place: str, layer: Any, device: torch.device) -> None:
     """What peft's LoRA layer adds to its base layer now."""
     if layer.disable_adapters:
         if layer.merged:
@@ -89,7 +94,7 @@ def _add_adapter(weights: ModelWeights, place: str, layer: Any) -> None:
         _check(layer, place, name)
         factors = layer.lora_A[name], layer.lora_B[name]
         weights.masters[lora_a_name(place)], weights.masters[lora_b_name(place)] = (
-            parameter(factor, f"{place}.{kind}", "weight")
+            parameter(factor, f"{place}.{kind}", "weight", device)
             for factor, kind in zip(factors, ("lora_A", "lora_B"), strict=True)
         )
         weights.scales[place] = float(layer.scaling[name])
