@@ -190,6 +190,7 @@ def calls(sizes: list[int], *, has_float8: bool, is_dependent: bool, wide_heads:
     call["prepare_step"](tables, tables, lens, lens, starts, page, index, index, index, lens, tables)
     call["advance_step"](tables, tables, lens, lens, page, index, index, index, index, lens, tables)
     recurrent_calls(call)
+    gradient_calls(call, wide_heads=wide_heads)
     if not is_dependent:
         return
     for entry in launch.table()["launch"]:
@@ -254,6 +255,31 @@ def recurrent_calls(call: dict[str, Any]) -> None:
     call["norm_rope_store"](
         gated, norm, norm, 1e-6, torch.empty(4096, 64), index, *caches, index, 1.0, 1.0, False, False, True
     )
+
+
+def gradient_calls(call: dict[str, Any], *, wide_heads: bool) -> None:
+    """What a trainer needs, at the shapes of an 8B model; attention in float32, too, and with heads of other sizes."""
+    rows, hidden, inner = 512, 4096, 12288
+    x, grad, up = (torch.empty(rows, width, dtype=BF16) for width in (hidden, hidden, 2 * inner))
+    call["norm_gradients"](grad, x, torch.empty(hidden, dtype=BF16), 1e-6, x)
+    heads = torch.empty(rows * 32, 128, dtype=BF16)
+    call["norm_gradients"](heads.float(), heads, torch.empty(128, dtype=BF16), 1e-6)
+    call["activation_gradients"](torch.empty(rows, inner, dtype=BF16), up, "silu", True)
+    for activation in ("gelu_tanh", "gelu", "relu2"):
+        call["activation_gradients"](x, x, activation)
+    call["softmax"](torch.empty(16, 151936))
+    call["sum_rows"](torch.empty(rows, hidden), torch.zeros(rows, dtype=LONG), 151936)
+    call["matrix_product"](up, torch.empty(2 * inner, hidden, dtype=BF16))
+    call["matrix_product"](up.t(), x, torch.float32)
+    call["matrix_product"](torch.empty(501, inner, dtype=BF16).t(), torch.empty(501, hidden, dtype=BF16), torch.float32)
+    call["matrix_product"](x, torch.empty(16, hidden, dtype=BF16).t(), torch.float32)
+    call["matrix_product"](x.float(), torch.empty(hidden, hidden))
+    tree = torch.zeros(9, dtype=LONG), torch.zeros(4096, dtype=LONG), torch.zeros(9, dtype=LONG)
+    wide = [(256, BF16, 0, 0.0)] if wide_heads else []
+    cases = [(64, BF16, 0, 0.0), (128, BF16, 0, 0.0), (128, BF16, 1000, 50.0), (128, torch.float32, 0, 0.0), *wide]
+    for dim, dtype, window, softcap in cases:
+        q, k = torch.empty(rows, 32, dim, dtype=dtype), torch.empty(rows, 8, dim, dtype=dtype)
+        call["attention_gradients"](q, q, k, k, *tree, 0.1, window, softcap)
 
 
 def figures(kernel: Any) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def test_every_kernel_compiles_for_sm_90(compiled: dict[str, Any]) -> None:
         "prefill",
     }
     source = Path(dense.__file__).parent
-    kernels = {name for file in source.glob("*.py") for name in re.findall(r"def (\w+)_kernel\(", file.read_text())}
+    kernels = {name for file in source.rglob("*.py") for name in re.findall(r"def (\w+)_kernel\(", file.read_text())}
     assert kernels == {name.partition("#")[0] for name in compiled}
     for name, figures in variants(
         compiled,

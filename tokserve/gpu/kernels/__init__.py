@@ -23,6 +23,7 @@ from tokserve.gpu.kernels import (
     sampling,
     shared_keys,
     step,
+    training,
     wna16,
 )
 
@@ -43,5 +44,6 @@ __all__ = [
     "sampling",
     "shared_keys",
     "step",
+    "training",
     "wna16",
 ]

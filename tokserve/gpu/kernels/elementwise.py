@@ -288,8 +288,8 @@ def rope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor, interleaved: bo
 
 
 @triton.jit
-def gelu(x):
-    """x times the normal distribution function: the reference's formula."""
+def normal_distribution(x):
+    """The normal distribution function: the reference's formula."""
     size = tl.abs(x) * 0.70710678118654752
     t = tl.div_rn(1.0, 1.0 + 0.5 * size)
     p = 0.17087277 * t - 0.82215223
@@ -302,7 +302,7 @@ def gelu(x):
     p = p * t + 1.00002368
     p = p * t - 1.26551223
     tail = 0.5 * t * tl.exp(p - size * size)
-    return x * tl.where(x < 0.0, tail, 1.0 - tail)
+    return tl.where(x < 0.0, tail, 1.0 - tail)
 
 
 @triton.jit
@@ -314,7 +314,7 @@ def active(x, KIND: tl.constexpr):
         cubic = (x + x * x * x * 0.044715) * 0.7978845608028654  # sqrt(2 / pi)
         return x * 0.5 * (1.0 + tanh(cubic))
     elif KIND == 2:
-        return gelu(x)
+        return x * normal_distribution(x)
     else:
         positive = tl.where(x < 0.0, 0.0, x)
         return positive if KIND == 3 else positive * positive

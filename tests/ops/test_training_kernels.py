@@ -1,0 +1,125 @@
+"""The Triton kernels of gradients: near the references, and with == where a sum has to have one order."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+
+from tests.ops.test_exact import randn  # noqa: E402
+from tests.ops.test_triton import DEVICE, DTYPES, INTERPRETED, on_device, to_cpu, to_device  # noqa: E402
+from tests.train.references import cosine  # noqa: E402
+from tokserve.ops import gradients  # noqa: E402
+from tokserve.ops.registry import OPS  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("interpreter"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+]
+CLOSE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # relative error of a gradient
+TREE = [(-1, 36), (0, 34), (1, 3), (0, 5), (-1, 5)]  # (parent, or -1; tokens) by node
+OF_A_DTYPE = pytest.mark.parametrize(
+    "dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)] if INTERPRETED else DTYPES
+)
+
+
+def tree(nodes: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
+    """query_start, paths and path_start of nodes."""
+    starts, paths = [0, *accumulate(count for _, count in nodes)], []
+    for number, (parent, count) in enumerate(nodes):
+        before = paths[parent] if parent >= 0 else []
+        paths.append([*before, *range(starts[number], starts[number] + count)])
+    path_start = torch.tensor([0, *accumulate(map(len, paths))])
+    return torch.tensor(starts), torch.tensor([token for path in paths for token in path]), path_start
+
+
+def drawn(dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, dim: int) -> list[Tensor]:
+    """grad, q, k and v."""
+    counts = (heads, heads, kv_heads, kv_heads)
+    return [randn(dtype, seed, tokens, count, dim) for seed, count in enumerate(counts)]
+
+
+@OF_A_DTYPE
+@pytest.mark.parametrize(
+    ("window", "softcap", "dim"),
+    [(0, 0.0, 16), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((9, 2.0, 24), (37, 0.0, 40)))],
+)
+def test_attention_of_a_tree_is_near_float64(window: int, softcap: float, dim: int, dtype: torch.dtype) -> None:
+    inputs, shape = drawn(dtype, 83, 4 if softcap else 2, 2 if softcap else 1, dim), tree(TREE)
+    actual = on_device("attention_gradients")(*inputs, *shape, 0.3, window, softcap)
+    wide = [x.double() for x in inputs]
+    expected = gradients.attention_gradients.reference(*wide, *shape, 0.3, window, softcap)
+    for gradient, reference in zip(actual, expected, strict=True):
+        assert gradient.dtype == torch.float32
+        assert (gradient.double() - reference).norm() / reference.norm() < CLOSE[dtype]
+        assert cosine(gradient, reference) > (0.9999999 if dtype == torch.float32 else 0.9999)
+
+
+@OF_A_DTYPE
+def test_a_sequences_attention_gradients_have_the_same_bits_in_a_batch(dtype: torch.dtype) -> None:
+    """A group with a common prefix among other sequences, and by itself; v is a slice of a wider tensor."""
+    call = on_device("attention_gradients")
+    batch = [(-1, 7), (-1, 70), (1, 9), (1, 3), (-1, 30)]
+    grad, q, k, v = drawn(dtype, 119, 2, 1, 16)
+    wide = torch.cat([k, v, q], 1)[:, 1:2]
+    together = call(grad, q, k, wide, *tree(batch), 0.3, 0)
+    for rows, nodes in (
+        (slice(0, 7), batch[:1]),
+        (slice(7, 89), [(-1, 70), (0, 9), (0, 3)]),
+        (slice(89, 119), batch[4:]),
+    ):
+        alone = call(*(x[rows] for x in (grad, q, k, v)), *tree(nodes), 0.3, 0)
+        assert all(torch.equal(one, all_rows[rows]) for one, all_rows in zip(alone, together, strict=True))
+
+
+@OF_A_DTYPE
+def test_rows_do_not_depend_on_other_rows(dtype: torch.dtype) -> None:
+    product, norm, activation = (
+        on_device(name) for name in ("matrix_product", "norm_gradients", "activation_gradients")
+    )
+    grad, x, weight = (randn(dtype, seed, *shape) for seed, shape in enumerate([(33, 40), (33, 40), (40,)]))
+    matrix, both = randn(dtype, 3, 40, 20), randn(dtype, 4, 33, 80)
+    calls = [
+        lambda rows: product(grad[rows], matrix, torch.float32),
+        lambda rows: norm(grad[rows], x[rows], weight, 1e-5, x[rows])[0],
+        lambda rows: activation(grad[rows], both[rows], "silu", True),
+    ]
+    for call in calls:
+        all_rows = call(slice(0, 33))
+        for rows in (slice(4, 5), slice(3, 20)):
+            assert torch.equal(call(rows), all_rows[rows])
+
+
+def test_long_sums_have_one_order() -> None:
+    """A norm's weight over several parts of rows, rows by place, and a row's mass over several blocks."""
+    rows = 40
+    grad, x, weight = randn(torch.float32, 1, rows, 1030), randn(torch.float32, 2, rows, 1030), torch.ones(1030)
+    _, of_weight = on_device("norm_gradients")(grad, x, weight, 1e-5)
+    normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5)
+    torch.testing.assert_close(of_weight.double(), (grad.double() * normed).sum(0), atol=1e-5, rtol=1e-5)
+    places = torch.tensor([3, 0, 3, 3, 1] * 8)
+    expected = torch.zeros(5, 1030)
+    for row, place in zip(grad, places.tolist(), strict=True):
+        expected[place] += row
+    assert torch.equal(on_device("sum_rows")(grad, places, 5), expected)
+    logits = 4.0 * randn(torch.float32, 5, 2, 9000)
+    softmax: Any = OPS["softmax"].implementations["triton"].call
+    wide = to_cpu(softmax(to_device(logits.clone())))
+    torch.testing.assert_close(wide.double(), logits.double().softmax(-1), atol=1e-7, rtol=1e-5)
+    assert torch.equal(to_cpu(softmax(to_device(logits[1:].clone()))), wide[1:])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu", "relu2"])
+def test_slopes_far_from_zero_are_finite(activation: str) -> None:
+    x = torch.tensor([[-3e4, -90.0, -0.0, 90.0, 3e4]], device=DEVICE)
+    call: Any = OPS["activation_gradients"].implementations["triton"].call
+    actual = to_cpu(call(torch.ones_like(x), x, activation))
+    expected = gradients.activation_gradients.reference(torch.ones(1, 5), x.cpu(), activation)
+    assert actual.isfinite().all()
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
