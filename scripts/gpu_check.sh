@@ -9,11 +9,11 @@
 #   scripts/gpu_check.sh [--wheels DIR] [--out DIR] [--seconds N] [--only "PART PART"]
 #
 # --wheels DIR: wheels of what this machine lacks (docs/gpu-checklist.md has the list), installed for this run only.
-# --seconds N: for all parts together, default 570.  --only: probe kernels runner steps server whole.
+# --seconds N: for all parts together, default 570.  --only: probe kernels runner steps server training whole.
 # Needs Python 3.11-3.13 with torch 2.11-2.13, triton, transformers, pytest; PYTHON names it.  The C++ extension is
 # not needed.  A part whose packages are missing is reported as skipped.
 set -uo pipefail
-python=${PYTHON:-python3} wheels="" out=${OUT:-gpu-check} seconds=570 only="probe kernels runner steps server whole"
+python=${PYTHON:-python3} wheels="" out=${OUT:-gpu-check} seconds=570 only="probe kernels runner steps server training whole"
 while [ $# -gt 0 ]; do
   case $1 in
     --wheels) wheels=$(realpath "$2"); shift 2 ;;
@@ -101,10 +101,11 @@ result() { # result FILE COMMAND...: run it; whatever becomes of it, the file is
 
 part probe 75 "msgspec psutil" "$python" scripts/gpu_probe.py
 if [ -f "$out/probe.log" ]; then cut -c1-400 "$out/probe.log" >>"$out/summary.txt" && rm "$out/probe.log"; fi
-tests kernels 110 "" $workers tests/ops/test_triton.py
+tests kernels 110 "" $workers tests/ops/test_triton.py tests/ops/test_training_kernels.py
 tests runner 150 "transformers" $workers tests/runner/test_gpu.py
 result "$out/steps.json" part steps 190 "msgspec psutil" "$python" benchmarks/gpu.py --out "$out/steps.json"
 tests server 90 "zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" tests/e2e/test_gpu.py
+tests training 90 "zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" tests/e2e/test_gpu_training.py
 result "$out/whole.json" part whole 170 "msgspec psutil ahocorasick transformers zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" \
   "$python" benchmarks/gpu_whole.py --out "$out/whole.json"
 printf '%s' "$errors"

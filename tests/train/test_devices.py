@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import StartError
-from tokserve.train import PolicyModel, binding, exact, support
+from tokserve.ops import devices
+from tokserve.train import PolicyModel, exact, support
 
 
 def test_a_device_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,14 +19,14 @@ def test_a_device_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         PolicyModel.from_pretrained("nowhere", device="xpu")
     with pytest.raises(StartError, match="device 'gpu' must be one of"):
         PolicyModel.from_pretrained("nowhere", device="gpu")
-    monkeypatch.setattr(binding, "has_gpu", lambda: False)
+    monkeypatch.setattr(devices, "has_gpu", lambda: False)
     with pytest.raises(StartError, match="device 'cuda': torch sees no GPU here"):
         PolicyModel.from_pretrained("nowhere", device="cuda")
-    monkeypatch.setattr(binding, "has_gpu", lambda: True)
-    monkeypatch.setattr(binding, "current_gpu", lambda: 0)
-    assert binding.kind_of("cuda") == binding.kind_of("cuda:0") == "cuda"
+    monkeypatch.setattr(devices, "has_gpu", lambda: True)
+    monkeypatch.setattr(devices, "current_gpu", lambda: 0)
+    assert devices.kind_of("cuda") == devices.kind_of("cuda:0") == "cuda"
     with pytest.raises(StartError, match=r"device 'cuda:1' is not this process's .* torch.cuda.set_device\(1\)"):
-        binding.kind_of("cuda:1")
+        devices.kind_of("cuda:1")
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,10 @@ from tests.train.references import cosine  # noqa: E402
 from tests.train.test_policy import gradients, half, weights  # noqa: E402
 from tokserve import ops  # noqa: E402
 from tokserve.models.load import load  # noqa: E402
+from tokserve.ops import devices  # noqa: E402
 from tokserve.ops.registry import OPS  # noqa: E402
 from tokserve.protocol.params import SamplingParams  # noqa: E402
-from tokserve.train import PolicyModel, binding, exact, exact_model, selective_logprobs  # noqa: E402
+from tokserve.train import PolicyModel, exact, exact_model, selective_logprobs  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -53,7 +54,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return bound
 
     monkeypatch.setattr(ops, "bind", bind_kernels)
-    monkeypatch.setattr(binding, "has_gpu", lambda: True)
+    monkeypatch.setattr(devices, "has_gpu", lambda: True)
     yield
     for name, value in before.items():
         setattr(ops, name, value)

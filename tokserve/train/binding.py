@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-
 from tokserve import ops as bound_ops
-from tokserve.base.errors import StartError
+from tokserve.ops import devices
 from tokserve.ops.arithmetic import FMA, choose_kernels
 from tokserve.train.layers.products import Products
 
 COMPILED = "cpp"
-DEVICES = ("cpu", "cuda")
 PAGES = {"cpu": 16, "cuda": 64}  # by kind of device, tokens of a block of keys: as a server has them by default
 
 
@@ -21,7 +18,7 @@ class Binding:
     def __init__(
         self, dtype: str, overrides: dict[str, str] | None, arithmetic: str, kernels: str | None, device: str = "cpu"
     ) -> None:
-        self.kind = kind_of(device)
+        self.kind = devices.kind_of(device)
         self._dtype, self._overrides = dtype, overrides
         self._chosen = bound_ops.bind(self.kind, overrides)
         self._kernels: str | None = None
@@ -53,26 +50,3 @@ class Binding:
         if self._kernels is not None:
             choose_kernels(self._dtype, kernels=self._kernels)
         return changed
-
-
-def kind_of(device: str | torch.device) -> str:
-    """The kind of a device that is here.  Raises StartError."""
-    kind = str(device).partition(":")[0]
-    if kind not in DEVICES:
-        raise StartError(f"device {str(device)!r} must be one of {', '.join(DEVICES)}")
-    chosen = torch.device(device)
-    if kind == "cuda" and not has_gpu():
-        raise StartError(f"device {str(device)!r}: torch sees no GPU here")
-    if kind == "cuda" and chosen.index is not None and chosen.index != current_gpu():
-        raise StartError(
-            f"device {str(device)!r} is not this process's current GPU: call torch.cuda.set_device({chosen.index})"
-        )
-    return kind
-
-
-def has_gpu() -> bool:
-    return torch.cuda.is_available()
-
-
-def current_gpu() -> int:
-    return torch.cuda.current_device()

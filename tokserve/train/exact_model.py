@@ -19,8 +19,8 @@ from tokserve.base.errors import StartError
 from tokserve.models.decoder import DecoderSpec
 from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.models.registry import ARCHITECTURES
+from tokserve.ops.devices import DEVICES
 from tokserve.protocol.kv_spec import dtype_name
-from tokserve.train.binding import DEVICES
 from tokserve.train.compilation import uncompiled
 from tokserve.train.layers import projections
 from tokserve.train.padding import packed_positions, unpad
@@ -78,7 +78,6 @@ def exact(
     it is sent.  `head_dtype`, `cpu_arithmetic` and so on: the server's options, with the server's values.
     `share_prefixes`: prefixes that rows have in common are computed once.  `activation_bytes`: what a forward pass may
     keep for the backward pass, by default all; with the model's gradient checkpointing on, one hidden state a layer.
-
     It computes where the parameters are: on the CPU, or on the process's current GPU; move the model first.
 
     A model that is exact already gets these options instead.  Raises TypeError for what is no transformers causal model
@@ -88,7 +87,6 @@ def exact(
     name = _dtype_of(causal) if dtype is None else dtype_name(dtype)
     if name not in DTYPES.values():
         raise ValueError(f"dtype must be one of {', '.join(DTYPES.values())}, got {name}")
-    device = _device_of(causal)
     options = ServedOptions(
         dtype=name,
         head_dtype=head_dtype,
@@ -99,15 +97,14 @@ def exact(
         max_tokens=max_tokens,
         activation_bytes=activation_bytes,
         share_prefixes=share_prefixes,
-        device=device,
+        device=_device_of(causal),
     )
     base, head = causal.get_submodule("model"), causal.get_submodule("lm_head")
     if type(head) is not nn.Linear and not isinstance(head, _ExactHead):
         raise TypeError(f"lm_head is a {type(head).__qualname__}: only a plain one is supported")
-    where = causal.get_input_embeddings().weight.device
-    tied = head.weight is projections.collect(base, [EMBEDDING], PREFIX, where).masters[EMBEDDING]
+    tied = head.weight is projections.collect(base, [EMBEDDING], PREFIX, head.weight.device).masters[EMBEDDING]
     try:
-        served = ServedDecoder(_spec(causal, device.partition(":")[0], tied=tied), options)
+        served = ServedDecoder(_spec(causal, options.kind, tied=tied), options)
     except StartError as error:
         raise ValueError(str(error)) from error
     served.collect(base)

@@ -48,6 +48,11 @@ class ServedOptions:
     share_prefixes: bool = True
     device: str = "cpu"
 
+    @property
+    def kind(self) -> str:
+        """The device without its number."""
+        return self.device.partition(":")[0]
+
 
 class ServedDecoder:
     """A decoder of this spec, without weights at first; a copy begins so again."""

@@ -18,9 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokserve.gpu.kernels import launch
 from tokserve.gpu.kernels.attention import LOG2_E, LOG2_E_IN_KERNELS, NEG_INF, finite
 from tokserve.gpu.kernels.elementwise import tanh
-from tokserve.gpu.kernels.launch import EXACT, cdiv, next_power_of_2, shared_memory
+from tokserve.gpu.kernels.launch import EXACT, cdiv, next_power_of_2
 from tokserve.gpu.kernels.sums import strided_sums
 from tokserve.ops import gradients
 
@@ -39,7 +40,8 @@ class GradientTiles:
 
 NARROW = GradientTiles((64, 64), 4, (32, 128), 8)  # heads of up to 128 elements
 WIDE = GradientTiles((64, 32), 8, (16, 64), 8)
-FLOAT32 = GradientTiles((16, 32), 4, (16, 32), 4)
+CAPPED = GradientTiles((64, 32), 4, (16, 128), 8)  # such heads, with a cap of scores
+FLOAT32 = GradientTiles((16, 32), 8, (16, 16), 4)
 TWO_STAGES = 140 << 10  # bytes of shared memory that they take with wide heads
 
 
@@ -309,8 +311,9 @@ def attention_gradients(
     readers = torch.empty(nodes, dtype=torch.int32, device=q.device)
     node_readers_kernel[(nodes,)](*tree, readers, nodes, NODES, num_warps=1, **EXACT)
     dim_block = max(16, int(next_power_of_2(dim)))
-    shapes = FLOAT32 if q.dtype == torch.float32 else NARROW if dim_block <= 128 else WIDE
-    stages = 1 if shapes is WIDE and shared_memory(q.device.index) < TWO_STAGES else 2
+    narrow = CAPPED if softcap > 0.0 else NARROW
+    shapes = FLOAT32 if q.dtype == torch.float32 else narrow if dim_block <= 128 else WIDE
+    stages = 1 if shapes is WIDE and launch.shared_memory(q.device.index) < TWO_STAGES else 2
     numbers = (
         nodes,
         tokens,
