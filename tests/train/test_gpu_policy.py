@@ -26,7 +26,7 @@ from tests.train import references  # noqa: E402
 from tests.train.references import cosine  # noqa: E402
 from tests.train.test_policy import gradients, half, weights  # noqa: E402
 from tokserve import ops  # noqa: E402
-from tokserve.models.load import load  # noqa: E402
+from tokserve.models.load import load_decoder  # noqa: E402
 from tokserve.ops import devices  # noqa: E402
 from tokserve.ops.registry import OPS  # noqa: E402
 from tokserve.protocol.params import SamplingParams  # noqa: E402
@@ -86,7 +86,7 @@ def test_logprobs_equal_the_decoders_and_gradients_are_near_to_float64(tmp_path:
     starts = half(rows)
     actual = gradients(policy, rows, starts)
     hf = json.loads((directory / "config.json").read_text())
-    decoder = load(directory, hf, dtype=dtype, head_dtype="auto", load_format="auto", seed=0)
+    decoder = load_decoder(directory, hf, dtype=dtype, head_dtype="auto", load_format="auto", seed=0)
     leaves = {
         name: master.detach().to(getattr(torch, dtype)).double().requires_grad_()
         for name, master in policy.named_parameters()

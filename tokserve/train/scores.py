@@ -23,8 +23,9 @@ from tokserve.train.layers.adjustments import AdjustedRow
 from tokserve.train.layers.products import Products
 
 PIECE_BYTES = 256 << 20  # of logits whose gradients are multiplied together
-PRODUCT = 128  # rows of logits that are made at a time: as many as share a reading of the head's weight
-CACHED_BYTES = 4 << 20  # of logits that go through everything after the product together
+# by kind of device, rows of logits that are made at a time: on a CPU as many as share a reading of the head's weight
+PRODUCT = {"cpu": 128, "cuda": 1024}
+CACHED_BYTES = {"cpu": 4 << 20, "cuda": PIECE_BYTES}  # of logits that go through everything after the product together
 COLDEST = 2.0**-100  # lower temperatures count as this one
 COLD = 2.0**-7  # below, processed logits are reckoned from the largest before they are divided
 Masks = list[Tensor | None]
@@ -100,10 +101,11 @@ def _pieces(items: Items, vocab: int) -> list[slice]:
 
 def _logits(hidden: Tensor, head: Head, items: Items, piece: slice) -> Iterator[tuple[slice, Tensor]]:
     """The items of a piece, some at a time, with their logits [n, V], which may be overwritten."""
-    for product in backward.pieces(piece.stop - piece.start, PRODUCT):
+    cached = CACHED_BYTES[hidden.device.type]
+    for product in backward.pieces(piece.stop - piece.start, PRODUCT[hidden.device.type]):
         first = piece.start + product.start
         logits = head(hidden.index_select(0, items.rows[first : piece.start + product.stop]))
-        for rows in backward.pieces(len(logits), max(1, CACHED_BYTES // (4 * logits.shape[1]))):
+        for rows in backward.pieces(len(logits), max(1, cached // (4 * logits.shape[1]))):
             yield slice(first + rows.start, first + rows.stop), logits[rows]
 
 

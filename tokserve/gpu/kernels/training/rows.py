@@ -176,11 +176,11 @@ def softmax_kernel(x_ptr, width, BLOCK: tl.constexpr):
 
 @gradients.softmax.implement("triton", device="cuda")
 def softmax(x: Tensor) -> Tensor:
-    rows, width = x.shape
+    (rows, width), adjacent = x.shape, x.contiguous()
     if rows:
         block = min(WIDEST, int(next_power_of_2(width)))
-        softmax_kernel[(rows,)](x, width, block, num_warps=warps(block), **EXACT)
-    return x
+        softmax_kernel[(rows,)](adjacent, width, block, num_warps=warps(block), **EXACT)
+    return x if adjacent is x else x.copy_(adjacent)
 
 
 @triton.jit
