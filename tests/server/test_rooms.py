@@ -70,12 +70,14 @@ def test_each_room_has_its_paths_once() -> None:
             assert len(paths) == len(set(paths))
 
 
-def test_a_tokens_only_server_imports_no_text_route() -> None:
+def test_a_tokens_only_server_imports_no_text_route_and_its_metrics_no_model() -> None:
     code = (
         "import sys\nfrom tokserve.config import Config\nfrom tokserve.server import app, routes\n"
+        "from tokserve.base.rooms import contributions\n"
         "routes.endpoints(Config.make(tokens_only=True))\n"
+        "assert len(list(contributions('metrics'))) > 1\n"
         "names = ('tokserve.dialects.openai.responses',\n"
-        "         'tokserve.dialects.anthropic.messages')\n"
+        "         'tokserve.dialects.anthropic.messages', 'torch')\n"
         "sys.exit(' '.join(name for name in names if name in sys.modules) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

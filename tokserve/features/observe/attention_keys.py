@@ -3,23 +3,7 @@
 from __future__ import annotations
 
 from tokserve.ops.attention import attention_keys
-from tokserve.protocol.engine_metric import EngineMetric, reported
 from tokserve.runner.features import RunnerContext, RunnerFeature
-
-METRICS = (
-    EngineMetric(
-        "counter",
-        "attention_keys",
-        "Keys that requests' attention needed on a CPU, in the layers of one rank.",
-        reported("attention_keys"),
-    ),
-    EngineMetric(
-        "counter",
-        "shared_attention_keys",
-        "Those of the keys that were read for another request of the step anyway.",
-        reported("shared_attention_keys"),
-    ),
-)
 
 
 def make(context: RunnerContext) -> RunnerFeature | None:
