@@ -14,6 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 LISTED = "index-of-files.md"
+FIRST = ("getting-started.md", "token-api.md", "options.md", "troubleshooting.md", "deploying.md")  # in search
 
 
 def resolve(page: str, link: str) -> str | None:
@@ -109,4 +110,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     uri = page.file.src_uri
     if uri.startswith(("decisions/", "repository/benchmarks/")):  # records for those who follow a link
         page.meta["search"] = {"exclude": True}
+    elif uri in FIRST:
+        page.meta["search"] = {"boost": 2}
     return rewrite(uri.removeprefix("repository/") if uri.startswith("repository/") else f"docs/{uri}", markdown)
