@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.e2e.server import Served
 from tests.replies import good
 from tests.server.site import parse_events
 from tests.threads import ServerThread
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import LLM, SamplingParams
 from tokserve.checkpoint import DEMO_DIR
 
@@ -71,6 +73,28 @@ def test_states_are_the_same_in_a_batch_alone_in_chunks_cached_with_drafts_and_f
             prompt = scored.others["hidden_states"]
             assert prompt.positions == [0, 1, 5, length - 1]
             assert prompt.values().tobytes() == served[:4].tobytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma2", "cohere", "deepseek_v3", "qwen3_next"])
+def test_states_of_other_blocks_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, tiny_config(family, dtype="float32"), seed=1)
+    prompts, options = [PROMPTS[1], PROMPTS[2]], {"tokens_only": True, "max_model_len": 128} | SERVED
+    with LLM(directory, **options) as llm:
+        layers = list(range(llm.ready.facts["hidden_layers"] + 1))
+        task = params(0, hidden_states={"layers": layers, "positions": [0, 9, len(PROMPTS[1]) + 7]})
+        outputs = [llm.generate([prompt], [task], use_tqdm=False)[0].outputs[0] for prompt in prompts]
+        small = llm.ready.facts["kv_bytes"] // llm.ready.num_blocks * 10
+    with LLM(directory, **options, max_num_batched_tokens=16, kv_cache_memory_bytes=small) as llm:
+        again = llm.generate(prompts, [task, task], use_tqdm=False)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    for prompt, output, other in zip(prompts, outputs, again, strict=True):
+        states = output.others["hidden_states"]
+        assert states == other.outputs[0].others["hidden_states"]
+        with torch.no_grad():
+            rows = model(torch.tensor([prompt + output.token_ids]), output_hidden_states=True).hidden_states
+        expected = torch.stack([row[0, states.positions] for row in rows], dim=1)
+        assert np.allclose(states.values(), expected.numpy(), atol=1e-3)
 
 
 def test_a_route_returns_states_with_the_last_delta(server: Served) -> None:
