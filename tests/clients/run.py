@@ -84,7 +84,7 @@ ENVIRONMENTS = {  # of clients that have none of their own
 }
 SHORT = ("--max-model-len", "48")  # schemathesis asks for 1024 choices of the whole context
 FLAGS = {  # of clients that have a server of their own
-    "schemathesis": SHORT,
+    "schemathesis": (*SHORT, "--sessions"),
     "schemathesis_sglang": (*SHORT, "--sglang-api", "--profiler-dir", str(BUILD / "profiles")),
     "schemathesis_pooling": (*SHORT, "--runner", "pooling"),
     "schemathesis_classifier": SHORT,

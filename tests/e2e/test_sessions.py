@@ -281,6 +281,15 @@ def test_a_session_that_was_read_is_deleted(server: Served) -> None:
         assert server.get("/sessions/first").status_code == 404
 
 
+def test_a_session_that_is_deleted_keeps_no_blocks(server: Served) -> None:
+    blocks = server.metric("tokserve:session_blocks")
+    question = {"role": "user", "content": "These blocks are of one session, as no other has this question."}
+    good(server.post("/sessions/dropped/v1/chat/completions", {"messages": [question], "max_tokens": 4}))
+    until(lambda: server.metric("tokserve:session_blocks") > blocks)
+    assert httpx.delete(f"{server.url}/sessions/dropped").status_code == 200
+    until(lambda: server.metric("tokserve:session_blocks") == blocks)
+
+
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_sessions_outlive_a_server_that_is_killed(tmp_path: Path, processes: int) -> None:
     flags = ("--sessions", "--session-dir", str(tmp_path), "--api-server-count", str(processes))
