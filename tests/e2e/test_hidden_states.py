@@ -127,7 +127,8 @@ def test_what_cannot_be_returned_is_refused_by_name(server: Served) -> None:
         (True, "hidden_states"),
     ):
         answer = server.post(GENERATE, {"token_ids": [5], "sampling_params": {"hidden_states": chosen}})
-        assert answer.status_code == 400 and field in answer.json()["error"]["message"], answer.text
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and field in error["message"] and field in error["param"], answer.text
     long = {"layers": [0, 1, 2], "positions": list(range(1200))}
     answer = server.post(GENERATE, {"token_ids": [5], "sampling_params": {"hidden_states": long, "max_tokens": 1}})
     assert answer.status_code == 400 and "hidden_states" in answer.text, answer.text

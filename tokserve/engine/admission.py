@@ -83,7 +83,7 @@ class Admission:
         try:
             self._make_slice(large)
         except RequestError as error:
-            large.refusal = SubmitReply(large.submit.call_id, "invalid", error.message)
+            large.refusal = SubmitReply(large.submit.call_id, "invalid", error.message, field=error.field or "")
         except Exception:  # an unforeseen error of one submission must not end the others
             large.refusal = self._internal_error(large.submit)
         return large.refusal is None and len(large.requests) < len(large.submit.requests)
@@ -96,7 +96,7 @@ class Admission:
             try:
                 prerequisites = self._prepare(requests)
             except RequestError as error:
-                large.refusal = SubmitReply(submit.call_id, "invalid", error.message)
+                large.refusal = SubmitReply(submit.call_id, "invalid", error.message, field=error.field or "")
             except Exception:  # as above
                 large.refusal = self._internal_error(submit)
         if large.refusal is None:
