@@ -84,7 +84,7 @@ def run(executor: Executor, step: int, bitmask: GrammarBitmask | None = None) ->
 @pytest.fixture(autouse=True)
 def runner(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("tokserve.runner.startup")
-    module.load = FakeRunner.load  # type: ignore[attr-defined]
+    module.load_runner = FakeRunner.load  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tokserve.runner.startup", module)
     monkeypatch.setattr(FakeRunner, "calls", [])
 

@@ -29,7 +29,7 @@ import torch
 from tokserve import ops
 from tokserve.base.memory import give_back
 from tokserve.models import weights
-from tokserve.models.load import load
+from tokserve.models.load import load_decoder
 
 def resident(what):
     return int(next(line for line in open("/proc/self/status") if line.startswith(what)).split()[1]) / 1024
@@ -41,7 +41,7 @@ hf = json.loads((directory / "config.json").read_text())
 options = {"dtype": "bfloat16", "head_dtype": "auto", "load_format": "auto", "seed": 0} | json.loads(sys.argv[2])
 list(weights.catalogue(directory))
 before = resident("VmRSS")
-decoder = load(directory, hf, **options)
+decoder = load_decoder(directory, hf, **options)
 peak = resident("VmHWM") - before
 give_back()  # as a start does at its end
 print(json.dumps([peak, resident("VmRSS") - before]))
