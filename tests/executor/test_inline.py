@@ -123,7 +123,7 @@ def test_torch_is_imported_without_collections_and_the_model_loaded_with(
     enabled: list[bool] = []
 
     def attribute(name: str) -> Any:
-        if name == "load":
+        if name == "load_runner":
             enabled.append(gc.isenabled())
             return load
         raise AttributeError(name)

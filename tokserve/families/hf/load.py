@@ -34,7 +34,7 @@ def load_module(
     float8_cache: bool = False,
     admit: Callable[[int], object] = weights.admit_any,
 ) -> TransformersModel:
-    """Load a checkpoint as `models.load.load_decoder` does.  Raises StartError, for what such a model cannot do as well."""
+    """Load a checkpoint as `load_decoder` does.  Raises StartError, for what such a model cannot do as well."""
     refuse_recurrent(hf)
     if float8_cache:
         raise StartError("kv_cache_dtype fp8 is not supported by --model-impl transformers")
