@@ -33,6 +33,10 @@ PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check
 # The versions that were tested, where no torch is installed; one that is there stays.
 CONSTRAINT = $(if $(wildcard $(VENV)/lib/python*/site-packages/torch/version.py),,--constraint constraints.txt)
 
+# What the quiet compiler has done, every half minute.
+PROGRESS = while sleep 30 > /dev/null 2>&1; do \
+  echo "    $$(ls build/cp*/CMakeFiles/*/csrc 2> /dev/null | grep -c '\.o$$') files compiled"; done
+
 GOALS = $(MAKECMDGOALS)
 
 install: $(VENV)/.installed
@@ -46,7 +50,7 @@ $(VENV)/.serve: $(SOURCES) $(NEEDS_BUILD)
 	    exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "1/3 compiling $(words $(wildcard csrc/*)) files of C++: about four minutes of processor time"
-	$(PIP_INSTALL) --no-deps -e .
+	@$(PROGRESS) & progress=$$!; $(PIP_INSTALL) --no-deps -e .; status=$$?; kill $$progress 2> /dev/null; exit $$status
 	@echo "2/3 installing packages that serving needs, PyTorch among them: docs/getting-started.md has sizes and a smaller build"
 	$(PIP_INSTALL) $(CONSTRAINT) 'tokserve[bench]'
 	touch $@
