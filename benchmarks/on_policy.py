@@ -2,13 +2,14 @@
 
     python -m benchmarks.on_policy --impl tokserve --model smollm2 --dtype bfloat16
     python -m benchmarks.on_policy --impl transformers --model smollm2 --dtype bfloat16 --rows groups
+    python -m benchmarks.on_policy --impl tokserve --model qwen3-8b --layers 6 --rows long --device cuda
 
-Prints one line of JSON: the best and the median seconds of the rounds, and the process's peak memory.  `--rows`:
-`even` (8 rows of 256 tokens), `groups` (one prompt of 512 tokens, 8 completions of 64), `turns` (2 rollouts of an agent
-of 6 turns of 96 tokens, a row for each turn with all before it, its last 48 tokens scored), `branches` (8 rollouts of 6
-turns of 96 tokens, a row each without padding, that leave the first one after 0 to 5 turns).  The loss is the mean of
-all logprobs times a fixed advantage for each row.  transformers gets one batch, padded at the right, with its default
-attention.
+Prints one line of JSON: the best and the median seconds of the rounds, and the process's peak memory, or with `--device
+cuda` the GPU's.  `--rows`: `even` (8 rows of 256 tokens), `long` (8 of 1024), `groups` (one prompt of 512 tokens, 8
+completions of 64), `turns` (2 rollouts of an agent of 6 turns of 96 tokens, a row for each turn with all before it, its
+last 48 tokens scored), `branches` (8 rollouts of 6 turns of 96 tokens, a row each without padding, that leave the first
+one after 0 to 5 turns).  The loss is the mean of all logprobs times a fixed advantage for each row.  transformers gets
+one batch, padded at the right, with its default attention.
 """
 
 from __future__ import annotations
@@ -59,6 +60,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
         },
     ),
+    "qwen3-8b": (
+        "qwen3",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+    ),
 }
 
 
@@ -72,6 +88,8 @@ def sequences(kind: str, vocab: int) -> tuple[list[list[int]], list[int]]:
 
     if kind == "even":
         return [tokens(256) for _ in range(8)], [1] * 8
+    if kind == "long":
+        return [tokens(1024) for _ in range(8)], [1] * 8
     if kind == "groups":
         prompt = tokens(512)
         return [prompt + tokens(64) for _ in range(8)], [512] * 8
@@ -86,35 +104,42 @@ def sequences(kind: str, vocab: int) -> tuple[list[list[int]], list[int]]:
 
 
 def with_tokserve(
-    directory: Path, dtype: str, share: bool, activation_bytes: int | None
+    directory: Path, dtype: str, device: str, share: bool, activation_bytes: int | None
 ) -> tuple[torch.nn.Module, Callable[..., Any]]:
     """The model, and what makes its rows of logprobs."""
     from tokserve.train import PolicyModel
 
-    policy = PolicyModel.from_pretrained(directory, dtype=dtype, activation_bytes=activation_bytes)
+    policy = PolicyModel.from_pretrained(directory, dtype, device=device, activation_bytes=activation_bytes)
     return policy, lambda rows, starts: policy.logprobs(rows, starts, share_prefixes=share)
 
 
-def with_transformers(directory: Path, dtype: str) -> tuple[torch.nn.Module, Callable[..., Any]]:
+def with_transformers(directory: Path, dtype: str, device: str) -> tuple[torch.nn.Module, Callable[..., Any]]:
     """Likewise; logprobs as TRL computes them, row by row in bfloat16."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(device)
 
     def logprobs(rows: list[list[int]], starts: list[int]) -> list[Tensor]:
         length = max(len(row) for row in rows)
-        ids = torch.tensor([row + [0] * (length - len(row)) for row in rows])
-        mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
+        ids = torch.tensor([row + [0] * (length - len(row)) for row in rows], device=device)
+        mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=device)
         keep = length - min(starts) + 1
         logits = model(input_ids=ids, attention_mask=mask, logits_to_keep=keep).logits
         first = length - keep
         scored = []
         for row, start, row_logits in zip(rows, starts, logits, strict=True):
             part = row_logits[start - 1 - first : len(row) - 1 - first].log_softmax(-1)
-            scored.append(part.gather(1, torch.tensor(row[start:])[:, None])[:, 0])
+            scored.append(part.gather(1, torch.tensor(row[start:], device=device)[:, None])[:, 0])
         return scored
 
     return model, logprobs
+
+
+def peak_kib(on_gpu: bool) -> int:
+    """The most memory that the process has taken, or that torch has of the GPU."""
+    if on_gpu:
+        return torch.cuda.max_memory_allocated() >> 10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def main() -> None:
@@ -123,7 +148,8 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(MODELS), default="smollm2")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--rows", choices=["even", "groups", "turns", "branches"], default="even")
+    parser.add_argument("--rows", choices=["even", "long", "groups", "turns", "branches"], default="even")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ordered", action="store_true", help="ordered_gradients")
     parser.add_argument("--no-share", action="store_true")
@@ -136,10 +162,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = write_checkpoint(Path(directory), config)
         if options.impl == "tokserve":
-            model, logprobs = with_tokserve(path, options.dtype, not options.no_share, options.activation_bytes)
+            model, logprobs = with_tokserve(
+                path, options.dtype, options.device, not options.no_share, options.activation_bytes
+            )
         else:
-            model, logprobs = with_transformers(path, options.dtype)
-    loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            model, logprobs = with_transformers(path, options.dtype, options.device)
+    on_gpu = options.device == "cuda"
+    loaded = peak_kib(on_gpu)
     if options.ordered:
         model.ordered_gradients = True
     advantages = torch.linspace(-1.0, 1.0, len(rows))
@@ -148,14 +177,18 @@ def main() -> None:
         began = time.perf_counter()
         with torch.no_grad():
             logprobs(rows, starts)
+        if on_gpu:
+            torch.cuda.synchronize()
         forward.append(time.perf_counter() - began)
     for _ in range(options.rounds):
         model.zero_grad()
         began = time.perf_counter()
         scored = logprobs(rows, starts)
         torch.stack([row.float().mean() * a for row, a in zip(scored, advantages, strict=True)]).sum().backward()
+        if on_gpu:
+            torch.cuda.synchronize()
         both.append(time.perf_counter() - began)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = peak_kib(on_gpu)
     print(
         json.dumps(
             {

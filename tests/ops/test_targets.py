@@ -152,3 +152,14 @@ def test_decode_and_prefill_do_the_same_arithmetic_on_sm_90(compiled: dict[str, 
         scores, values = figures["chains"]
         assert scores["fresh"] and not values["fresh"], name
         assert all(chain["inputs"] == [16] and chain["adds"] and chain["ascending"] for chain in (scores, values)), name
+
+
+@pytest.mark.slow
+def test_gradients_add_up_in_one_order_on_sm_90(compiled: dict[str, Any]) -> None:
+    kernels = variants(compiled, "matrix_product", "query_gradients", "key_gradients")
+    by_matrix_unit = {name: figures for name, figures in kernels.items() if figures["chains"]}
+    assert len(by_matrix_unit) == 4 + 3 + 3 and len(kernels) == len(by_matrix_unit) + 3  # in float32
+    for name, figures in by_matrix_unit.items():
+        assert not figures["fma"], f"{name} contracts"
+        for chain in figures["chains"]:
+            assert chain["inputs"] == [16] and chain["adds"] and chain["ascending"], f"{name}: {chain}"

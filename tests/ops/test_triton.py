@@ -74,6 +74,7 @@ MAX_ELEMENTS = {
     ("gated_delta", torch.float16): 260,
     ("short_conv", torch.float16): 500,
     ("linear", torch.float32): 6_000,
+    ("matrix_product", torch.float16): 600,
     ("linear_float8", torch.float32): 100,  # which the interpreter converts one by one
     ("gated_linear", torch.float16): 5_000,
     ("norm_rope_store", torch.float16): 2_600,
