@@ -119,10 +119,12 @@ TRITON = Need(
         "ops/test_launch.py",
         "ops/test_shared_keys.py",
         "ops/test_targets.py",
+        "ops/test_training_kernels.py",
         "ops/test_triton.py",
         "ops/test_tuning.py",
         "runner/test_gpu_probe.py",
         "runner/test_triton.py",
+        "train/test_gpu_policy.py",
     ),
     lambda: _has_module("triton"),
     "Linux; pip install -e '.[dev]'",
@@ -208,7 +210,7 @@ BF16 = Need(
 TIME_SLICES = Need("time slices of threads", ("root/test_processes.py",), _has_time_slices, "Linux 6.12 or later")
 GPU = Need(
     "an NVIDIA GPU",
-    ("e2e/test_gpu.py", "runner/test_gpu.py", "ops/test_triton.py"),
+    ("e2e/test_gpu.py", "e2e/test_gpu_training.py", "runner/test_gpu.py", "ops/test_triton.py"),
     _has_gpu,
     "not for make test-all; scripts/gpu_check.sh runs what needs one",
 )

@@ -88,15 +88,15 @@ def test_keys_that_a_group_shares_are_counted(tmp_path: Path) -> None:
         engine = RealEngine(tmp_path / "model", cpu_threads=1)
         engine.add("first", prompt(100, 1), max_tokens=1, ignore_eos=True)
         engine.run()
-        before = engine.stats
-        assert before.attention_keys > 0 and before.shared_attention_keys == 0
+        before = engine.stats.rooms
+        assert before["attention_keys"] > 0 and before["shared_attention_keys"] == 0
         for i in range(members):
             engine.add(f"r{i}", [*prompt(100, 1)[:96], i], max_tokens=5, ignore_eos=True)
         engine.run()
-        after = engine.stats
+        after = engine.stats.rooms
         engine.core.close()
         engine.real.close()
-        stats.append((after.attention_keys - before.attention_keys, after.shared_attention_keys))
+        stats.append((after["attention_keys"] - before["attention_keys"], after["shared_attention_keys"]))
     (alone, none), (together, shared) = stats
     assert (none, together) == (0, 4 * alone)
     assert shared == 3 * 64 * 3 * 5

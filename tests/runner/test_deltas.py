@@ -183,7 +183,9 @@ def test_an_update_has_one_label_and_each_tensor_once(tmp_path: Path, monkeypatc
     staging = feature(served.runner, RunnerUpdates).sync._staging
     info, tensors = sparse_broadcast({first: deltas[first]}, {first: served.pushed.described[first][1]})
     sent = iter(tensors * 2)
-    monkeypatch.setattr(delta_sources, "receive", lambda _, named, packed: [(name, next(sent)) for name, *_ in named])
+    monkeypatch.setattr(
+        delta_sources, "receive_tensors", lambda _, named, packed: [(name, next(sent)) for name, *_ in named]
+    )
     announced = msgspec.convert({key: value * 2 for key, value in info.items()}, Announcement)
     with pytest.raises(RequestError, match=f"{first} comes twice"):
         delta_sources.from_group(cast(DeltaStaging, staging), announced, cast(Any, None))
@@ -240,7 +242,7 @@ def test_indices_beyond_two_to_the_31_over_a_group(monkeypatch: pytest.MonkeyPat
 
     described = {name: (torch.bfloat16, shape) for name, shape in shapes.items()}
     staging = SimpleNamespace(coordinates=SimpleNamespace(described=described), add=added.__setitem__)
-    monkeypatch.setattr(delta_sources, "receive", received)
+    monkeypatch.setattr(delta_sources, "receive_tensors", received)
     delta_sources.from_group(staging, announced, None)  # type: ignore[arg-type]
     assert {name: delta.indices.tolist() for name, delta in added.items()} == {n: [0, end] for n, end in last.items()}
 
