@@ -66,8 +66,10 @@ serve: $(or $(wildcard $(VENV)/.installed),$(VENV)/.serve)
 	@echo "3/3 starting the server"
 	$(BIN)/tokserve serve $(MODEL) --port $(PORT) $(ARGS)
 
+# Tests wait for processes much of the time: three at a time keep two cores busy.
+WORKERS ?= 3
 test: install check
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-all: install check
 	@$(BIN)/python -m tests.needs
