@@ -40,7 +40,7 @@ def test_an_engine_without_features_serves_plain_requests(depth: int, monkeypatc
     for number in range(5):
         engine.add(f"r{number}", [3, 4, number], max_tokens=9, ignore_eos=True, logprobs=1)
     named = engine.make("named", [3, 4], adapter="a", max_tokens=2)
-    assert engine.submit("named", named) == SubmitReply(7, "invalid", "this server serves no adapters")
+    assert engine.submit("named", named) == SubmitReply(7, "invalid", "this server serves no adapters", field="model")
     engine.run()
     for number in range(5):
         engine.check_complete(f"r{number}")

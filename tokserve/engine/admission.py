@@ -163,7 +163,7 @@ class Admission:
     def _check_served(self, request: Request) -> None:
         """Raise RequestError for what only a feature serves that this engine does not have."""
         if request.options.adapter and request.variant is None:
-            raise RequestError("this server serves no adapters", field="adapter")
+            raise RequestError("this server serves no adapters", field="model")
         if isinstance(request.task, SamplingParams) and request.task.structured_outputs and not self._hooks.bitmask:
             raise RequestError("this server has no grammars", field="structured_outputs")
 
