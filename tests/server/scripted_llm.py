@@ -43,7 +43,7 @@ from tokserve.protocol.messages import (
     decode_to_engine,
     encode,
 )
-from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.params import SamplingParams, StructuredOutputs
 from tokserve.protocol.plan import StepPlan
 from tokserve.protocol.prompt import unpack_ids
 from tokserve.testing.executor import Row, ScriptedChoice, ScriptedModel
@@ -233,12 +233,13 @@ def without_grammars(message: Submit) -> Submit:
 
 
 class SubmittedPrompt(NamedTuple):
-    """What was sent for one prompt."""
+    """What was sent for one prompt.  `form`: the structured outputs as the engine gets them."""
 
     prompt: list[int]
     params: SamplingParams
     request_id: str
     options: dict[str, Any]
+    form: StructuredOutputs | None = None
 
 
 class ScriptedEngine(EngineClient):
@@ -340,7 +341,11 @@ class ScriptedLLM(AsyncLLM):
         state = super().prepare(request)
         assert isinstance(request.task, SamplingParams)
         options = msgspec.structs.asdict(request.options) | {"text": request.text}
-        self._prepared[state] = SubmittedPrompt(unpack_ids(state.prompt.ids), request.task, request.request_id, options)
+        sent = state.engine_requests[0].task
+        form = sent.structured_outputs if isinstance(sent, SamplingParams) else None
+        self._prepared[state] = SubmittedPrompt(
+            unpack_ids(state.prompt.ids), request.task, request.request_id, options, form
+        )
         return state
 
     def submit(

@@ -26,6 +26,10 @@ def received_form(server: Site) -> StructuredOutputs | None:
     return server.llm.calls[-1].params.structured_outputs
 
 
+def engine_form(server: Site) -> StructuredOutputs | None:
+    return server.llm.calls[-1].form
+
+
 def generate(value: Any) -> dict[str, Any]:
     return {"token_ids": [5], "sampling_params": {"max_tokens": 2, "structured_outputs": value}}
 
@@ -145,10 +149,10 @@ def test_a_server_may_close_schemas_by_default() -> None:
         form = {"type": "json_schema", "json_schema": schema | {"strict": strict}}
         for route, body in TEXT.items():
             assert server.post(route, body | {"response_format": form}).status_code == 200
-            assert received_form(server) == StructuredOutputs(json=SCHEMA, disable_additional_properties=shut)
+            assert engine_form(server) == StructuredOutputs(json=SCHEMA, disable_additional_properties=shut).plain()
         response_format = {"type": "json_schema", **schema, "strict": strict}
         assert server.post("/v1/responses", {"input": "x", "text": {"format": response_format}}).status_code == 200
-        assert received_form(server) == StructuredOutputs(json=SCHEMA, disable_additional_properties=shut)
+        assert engine_form(server) == StructuredOutputs(json=SCHEMA, disable_additional_properties=shut).plain()
     for value, shut in ((None, True), (False, False)):
         fields = {"json": SCHEMA, "disable_additional_properties": value}
         for path, body in [
@@ -156,9 +160,9 @@ def test_a_server_may_close_schemas_by_default() -> None:
             *((r, b | {"structured_outputs": fields}) for r, b in TEXT.items()),
         ]:
             assert server.post(path, body).status_code == 200
-            assert received_form(server) == StructuredOutputs(json=SCHEMA, disable_additional_properties=shut)
+            assert engine_form(server) == StructuredOutputs(json=SCHEMA, disable_additional_properties=shut).plain()
     assert server.post(GENERATE, generate({"regex": "a"})).status_code == 200
-    assert received_form(server) == StructuredOutputs(regex="a")
+    assert engine_form(server) == StructuredOutputs(regex="a").plain()
 
 
 def test_a_server_may_have_compact_json_by_default() -> None:
@@ -177,11 +181,11 @@ def test_a_server_may_have_compact_json_by_default() -> None:
         bodies = [(GENERATE, generate(fields)), *((r, b | {"structured_outputs": fields}) for r, b in TEXT.items())]
         for path, body in bodies:
             assert server.post(path, body).status_code == 200
-            assert received_form(server) == expected
+            assert engine_form(server) == expected.plain()
     for route, body in TEXT.items():
         form: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
         assert server.post(route, body | {"response_format": form}).status_code == 200
-        assert received_form(server) == compact
+        assert engine_form(server) == compact.plain()
 
 
 WRONG: list[tuple[Any, str, str]] = [

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from tokserve.config import ServerConfig
-from tokserve.protocol.params import SamplingParams, StructuredOutputs
+from tokserve.protocol.params import StructuredOutputs
 
 
 class FormDefaults(NamedTuple):
@@ -29,9 +29,3 @@ class FormDefaults(NamedTuple):
         if self.compact and is_json and form.disable_any_whitespace is None and form.whitespace_pattern is None:
             changes["disable_any_whitespace"] = True
         return msgspec.structs.replace(form, **changes) if changes else form
-
-    def complete(self, params: SamplingParams) -> SamplingParams:
-        """The parameters, with what their structured outputs do not say."""
-        if params.structured_outputs is None:
-            return params
-        return msgspec.structs.replace(params, structured_outputs=self.apply(params.structured_outputs))

@@ -127,7 +127,7 @@ class Inputs:
             raise RequestError(POOLS, field="model", code="unsupported")
         if params.structured_outputs is not None:
             require_room("grammar", "structured_outputs")
-            params = self._forms.complete(params)
+            params = msgspec.structs.replace(params, structured_outputs=self._forms.apply(params.structured_outputs))
         if params.return_sampling_mask:
             require_room("masks", "return_sampling_mask")
         if params.hidden_states is not None:

@@ -397,8 +397,7 @@ def _task(
         computed |= {"prompt_logprobs": 0, "prompt_logprobs_start": len(prompt) - 1}
     computed |= {"return_sampling_mask": form.has_masks, "return_entropy": entropy}
     computed["routed_experts_prompt_start"] = form.routed_start or 0
-    params = sampling.translate(sent, **computed)
-    return serving.form_defaults.complete(params)
+    return sampling.translate(sent, **computed)
 
 
 def _names(serving: Serving, sent: SglangGenerateBody) -> Any:

@@ -34,8 +34,7 @@ async def respond(serving: Serving, request: Request, routed_format: RoutedForma
 
     def decode() -> tuple[AnyBody, SamplingParams]:
         serving.bodies.check_values(request, raw, packed)
-        body, params = decode_request(raw, packed, routed_format)
-        return body, serving.form_defaults.complete(params)
+        return decode_request(raw, packed, routed_format)
 
     body, params = await off_loop(request, len(raw), decode)
     free_at_end(request, len(raw), body.token_ids)
