@@ -20,15 +20,15 @@ class Refusing(EngineFeature):
 
 
 class Late(Refusing):
-    def may_enter(self, request: Request) -> bool:
-        return False
+    def kept_for(self, request: Request) -> str | None:
+        return "the test"
 
 
 def test_only_hooks_that_a_feature_defines_are_collected_in_order() -> None:
     one, two = Refusing("one"), Late("two")
     hooks = Hooks((one, two))
     assert hooks.refuse == (one.refuse, two.refuse)
-    assert hooks.may_enter == (two.may_enter,)
+    assert hooks.kept_for == (two.kept_for,)
     assert hooks.plan == hooks.poll == hooks.status == ()
 
 

@@ -102,6 +102,15 @@ def test_what_a_request_waits_for() -> None:
     assert set(waits(engine).values()) == {"pause", None}
 
 
+def test_requests_wait_for_a_prefix() -> None:
+    engine = Engine(max_chunk=2)  # half a block
+    for name in "ab":
+        engine.add(name, [3, 4, 5, 6, 7] * 4, max_tokens=2, ignore_eos=True)
+    engine.step()
+    assert waits(engine) == {"a": None, "b": "prefix"}
+    engine.run()
+
+
 def test_requests_wait_for_memory() -> None:
     engine = Engine(num_blocks=8)
     for first in (3, 4, 5):

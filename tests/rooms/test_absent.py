@@ -37,6 +37,7 @@ OPTIONS = {  # an option of the room
 }
 FIELDS = {  # a field of the room: in the body, in its sampling parameters
     "features/images": ({"content_parts": [{"type": "image_url", "url": "data:,"}]}, {}, "content_parts"),
+    "features/hidden_states": ({}, {"hidden_states": {"layers": [0], "positions": [0]}}, "hidden_states"),
     "features/masks": ({"return_sampling_mask": True}, {}, "return_sampling_mask"),
     "features/grammar": ({}, {"structured_outputs": {"json_object": True}}, "structured_outputs"),
 }

@@ -53,8 +53,8 @@ class EngineFeature:
     def accept(self, request: Request) -> None:
         """A request is about to be queued, though its prerequisite may not have ended."""
 
-    def may_enter(self, request: Request) -> bool:
-        """Whether a waiting request may have a slot now."""
+    def kept_for(self, request: Request) -> str | None:
+        """What a waiting request must wait for before it may have a slot, as operators see it; None: nothing."""
         raise NotImplementedError
 
     def reuse(self, request: Request, hits: int) -> int:
@@ -157,7 +157,7 @@ class Hooks:
         self.attach: tuple[Callable[[Request, EngineRequest], None], ...] = those("attach")
         self.prepare: tuple[Callable[[Request], Prerequisite | None], ...] = those("prepare")
         self.accept: tuple[Callable[[Request], None], ...] = those("accept")
-        self.may_enter: tuple[Callable[[Request], bool], ...] = those("may_enter")
+        self.kept_for: tuple[Callable[[Request], str | None], ...] = those("kept_for")
         self.reuse: tuple[Callable[[Request, int], int], ...] = those("reuse")
         self.on_slot: tuple[Callable[[Request, int], dict[str, Any]], ...] = those("on_slot")
         self.on_end: tuple[Callable[[Request], None], ...] = those("on_end")

@@ -210,30 +210,29 @@ class Scheduler(RequestSlots):
 
     def may_enter(self, request: Request) -> bool:
         """Whether it waits neither for the barrier, a feature, a prefix that is being computed, nor its client."""
-        if self.barrier is not None and request.number >= self.barrier:
-            return False
-        stalled = request.stalled and self.barrier is None
-        if request.is_held or stalled or self._cache.must_wait(request.table):
-            return False
-        return all(may_enter(request) for may_enter in self._hooks.may_enter)
+        return self._obstacle(request) is None
 
     def waits_for(self, request: Request) -> str | None:
         """What a request without a slot waits for: `pause` (one that lets others end first), `client` (to read), the
-        name of a gate, another `feature`, `prefix` (another request computes it), `memory` (blocks) or `slot`."""
+        name of a gate, `prefix` (another request computes it), what a feature says, `memory` (blocks) or `slot`."""
         if request.state is State.RUNNING:
             return None
+        return self._obstacle(request) or ("memory" if self._short and self._num_open > 0 else "slot")
+
+    def _obstacle(self, request: Request) -> str | None:
         if self.barrier is not None and request.number >= self.barrier:
             return "pause"
-        if request.stalled:
+        if request.stalled and self.barrier is None:
             return "client"
         for gate in request.gates:
             if not gate.is_open():
                 return gate.name
-        if not all(may_enter(request) for may_enter in self._hooks.may_enter):
-            return "feature"
         if self._cache.must_wait(request.table):
             return "prefix"
-        return "memory" if self._short and self._num_open > 0 else "slot"
+        for kept_for in self._hooks.kept_for:
+            if (name := kept_for(request)) is not None:
+                return name
+        return None
 
     def _admit(self, builder: PlanBuilder, now: float, beyond: bool) -> None:
         """Waiting requests in order, while slots, budget and blocks last.  One whose prefix is being computed for

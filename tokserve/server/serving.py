@@ -54,6 +54,9 @@ class Serving:
         self.bodies = BodyReader(config.limits, config.server.max_body_mb << 20)
         self.clients = ClientNames(config.server)
         self.model = ServedModel(llm, config)
+        self._trace = trace
+        self._states: dict[type, Any] = {}  # of rooms
+        self._observed_by: list[ServerObserver] = [self.state_of(kind) for _, kind in contributions("observers")]
         self.requests = RequestStarter(
             llm,
             config,
@@ -65,9 +68,6 @@ class Serving:
             reserve=[partial(reserve, self) for _, reserve in contributions("reserve")],
             keep_alive=keep_alive,
         )
-        self._trace = trace
-        self._states: dict[type, Any] = {}  # of rooms
-        self._observed_by: list[ServerObserver] = [self.state_of(kind) for _, kind in contributions("observers")]
 
     def state_of(self, kind: Callable[[Serving], T]) -> T:
         """What a room keeps for this server: an object of the class, made of this at the first call."""

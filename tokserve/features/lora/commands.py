@@ -147,9 +147,9 @@ class Adapters(EngineFeature):
         if adapter is not None:
             request.be_computed_by(adapter)
 
-    def may_enter(self, request: Request) -> bool:
+    def kept_for(self, request: Request) -> str | None:
         adapter = request.variant
-        return not isinstance(adapter, Adapter) or adapter.is_ready
+        return None if not isinstance(adapter, Adapter) or adapter.is_ready else "adapter"
 
     def on_slot(self, request: Request, hits: int) -> dict[str, Any]:
         adapter = request.variant

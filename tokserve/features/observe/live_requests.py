@@ -16,7 +16,7 @@ DEFAULT_LIMIT, MAX_LIMIT = 100, 10_000
 class LiveRequest(msgspec.Struct):
     """One HTTP request; counts are over its choices that have not ended, times are in seconds.
 
-    `waits_for`, of a request without a slot: slot, memory, prefix, grammar, feature, client or pause.
+    `waits_for`, of a request without a slot: slot, memory, prefix, grammar, adapter, client or pause.
     """
 
     request_id: str
