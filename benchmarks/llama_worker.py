@@ -3,7 +3,8 @@
 Run by a Python that has llama-cpp-python; it must not import tokserve.  What is timed is `llama_decode` alone, without
 sampling and without HTTP: the most favourable reading.  Cases: `{"sequences": s, "prompt": p, "steps": n}` gives the
 median milliseconds of a step that decodes one token in each of s sequences; with `steps` 0, the prompt's tokens per
-second, one prompt after the other.
+second, one prompt after the other.  `"shared": m` puts m tokens before the prompts that all sequences share: computed
+once, and their cells belong to every sequence.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ try:
 except ImportError:
     sys.exit("llama_worker.py needs llama_cpp: run it by a Python with `pip install llama-cpp-python` (peers.py does)")
 
-SEQUENCES, CONTEXT = 16, 1280  # the most sequences at once, and tokens in each
+SEQUENCES, CELLS = 64, 20480  # the most sequences at once, and tokens in all of them
 
 
 class Model:
@@ -33,7 +34,7 @@ class Model:
         if not self._model:
             raise SystemExit(f"cannot load {path}")
         params: Any = llama.llama_context_default_params()
-        params.n_ctx, params.n_seq_max, params.n_batch = SEQUENCES * CONTEXT, SEQUENCES, 2048
+        params.n_ctx, params.n_seq_max, params.n_batch, params.kv_unified = CELLS, SEQUENCES, 2048, True
         params.n_threads = params.n_threads_batch = threads
         self._context = llama.llama_init_from_model(self._model, params)
         self._batch: Any = llama.llama_batch_init(2048, 0, 1)
@@ -42,6 +43,13 @@ class Model:
     def clear(self) -> None:
         """Forget all sequences."""
         llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
+
+    def share(self, tokens: int) -> None:
+        """Let all sequences begin with as many random tokens, computed once."""
+        for start in range(0, tokens, 2048):
+            self.decode([(0, position) for position in range(start, min(start + 2048, tokens))])
+        for sequence in range(1, SEQUENCES):
+            llama.llama_memory_seq_cp(llama.llama_get_memory(self._context), 0, sequence, -1, -1)
 
     def decode(self, rows: list[tuple[int, int]]) -> float:
         """Run one random token for each (sequence, position), with logits for the last of each; seconds."""
@@ -59,14 +67,16 @@ class Model:
         return time.perf_counter() - began
 
 
-def measure(model: Model, sequences: int, prompt: int, steps: int) -> float:
+def measure(model: Model, sequences: int, prompt: int, steps: int, shared: int = 0) -> float:
     """The figure of one case."""
     model.clear()
-    seconds = [model.decode([(sequence, i) for i in range(prompt)]) for sequence in range(sequences)]
+    model.share(shared)
+    prompts = [range(shared, shared + prompt)] * sequences
+    seconds = [model.decode([(sequence, i) for i in prompts[sequence]]) for sequence in range(sequences)]
     if not steps:
         return sequences * prompt / sum(seconds)
     return 1e3 * statistics.median(
-        model.decode([(sequence, prompt + step) for sequence in range(sequences)]) for step in range(steps)
+        model.decode([(sequence, shared + prompt + step) for sequence in range(sequences)]) for step in range(steps)
     )
 
 

@@ -52,12 +52,19 @@ class Case:
     output_len: int = 64
     stream: bool = True
     logprobs: int | None = None
+    shared_len: int | None = None  # tokens before those of `input_len`, the same in all prompts, and cached
 
     def load(self, url: str, seed: int, vocab_size: int) -> float:
         """Ask a server; its figure."""
         shape = RequestShape(backend="tokens", stream=self.stream, logprobs=self.logprobs)
         prompts = DatasetSpec(
-            count=self.count, input_len=self.input_len, output_len=self.output_len, vocab_size=vocab_size, seed=seed
+            kind="shared-prefix" if self.shared_len else "random",
+            shared_prefix_len=self.shared_len,
+            count=self.count,
+            input_len=self.input_len,
+            output_len=self.output_len,
+            vocab_size=vocab_size,
+            seed=seed,
         )
         load = serve.Load(
             base_url=url,
@@ -77,7 +84,8 @@ class Case:
         """The same of llama.cpp."""
         if self.output_len == 1:
             return llama.ask(sequences=self.count, prompt=self.input_len, steps=0)
-        return llama.ask(sequences=self.concurrency, prompt=self.input_len, steps=self.output_len)
+        shared = self.shared_len or 0
+        return llama.ask(sequences=self.concurrency, prompt=self.input_len, steps=self.output_len, shared=shared)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +129,12 @@ PREFILL: dict[str, Any] = {"unit": "tok/s", "figure": prompt_rate, "output_len":
 LARGE = [
     *(Case(name=f"decode c={c}", count=max(c, 2), concurrency=c, **DECODE) for c in (1, 4, 16)),
     Case(name="prefill, 1024 tokens", count=3, concurrency=1, input_len=1024, **PREFILL),
+]
+GROUPS = [
+    Case(name=f"step of {n} behind {shared:,} tokens", count=n, concurrency=n, input_len=16, shared_len=shared, **DECODE)
+    for shared in (64, 1024, 4096)
+    for n in (16, 64)
+    if (shared, n) != (4096, 64)
 ]
 TINY = [
     Flood(name="c=1, stream", concurrency=1, stream=True),
@@ -243,6 +257,7 @@ def arguments() -> argparse.Namespace:
     add("--vllm-python", metavar="PATH", help="the Python of an environment with vLLM's CPU build")
     add("--llama-python", metavar="PATH", help="the Python of an environment with llama-cpp-python; needs --gguf")
     add("--gguf", metavar="FILE", action="append", default=[], help="--large as NAME-TYPE.gguf (repeatable)")
+    add("--groups", action="store_true", help="with --large: requests that share a prefix, instead of its other cases")
     add("--rounds", type=int, default=3, metavar="N", help="turns of each case. Default: 3.")
     add("--quick", action="store_true", help="one turn")
     add("--kv-gib", type=int, default=2, metavar="N", help="KV cache of the servers in GiB. Default: 2.")
@@ -275,7 +290,7 @@ def main() -> None:
         f"`{shlex.join(['python', *sys.argv])}`",
     ]
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
-        sets = [(model, cases) for model, cases in ((args.large, LARGE), (args.tiny, TINY)) if model]
+        sets = [(model, cases) for model, cases in ((args.large, GROUPS if args.groups else LARGE), (args.tiny, TINY)) if model]
         tables = [compare(args, model, cases, rounds, Path(folder)) for model, cases in sets]
     print("\n" + "\n\n".join(["\n".join(about), *("\n".join(table.rows()) for table in tables)]))
 

@@ -216,6 +216,21 @@ def test_keys_of_a_group_are_read_once() -> None:
         assert counted(batch, rows) == (members * (prefix + added), (members - tiles) * prefix)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 32])
+def test_a_group_is_work_for_all_threads_with_the_same_bits(threads: int) -> None:
+    """Tiles have fewer rows, eight at the least, where threads would lack work: 64 for 32 threads, of four KV heads."""
+    members, prefix, added = 64, 4 * KEYS, 9
+    batch = group_of(members, prefix, added, Shape(8, 4, 32, 16))
+    rows = list(range(1, members + 1))
+    _C.set_threads(1)
+    alone = torch.cat(batch.attend(rows))
+    _C.set_threads(threads)
+    _, shared = counted(batch, rows)
+    tiles = members - shared // prefix
+    assert tiles == {1: 4, 2: 4, 32: 16}[threads]
+    assert torch.equal(torch.cat(batch.attend(rows)), alone)
+
+
 def test_whole_blocks_are_shared_and_no_others() -> None:
     _C.set_threads(1)
     for prefix, blocks in ((48, 0), (64, 1), (112, 1), (128, 2)):
