@@ -131,7 +131,9 @@ LARGE = [
     Case(name="prefill, 1024 tokens", count=3, concurrency=1, input_len=1024, **PREFILL),
 ]
 GROUPS = [
-    Case(name=f"step of {n} behind {shared:,} tokens", count=n, concurrency=n, input_len=16, shared_len=shared, **DECODE)
+    Case(
+        name=f"step of {n} behind {shared:,} tokens", count=n, concurrency=n, input_len=16, shared_len=shared, **DECODE
+    )
     for shared in (64, 1024, 4096)
     for n in (16, 64)
     if (shared, n) != (4096, 64)
@@ -290,7 +292,11 @@ def main() -> None:
         f"`{shlex.join(['python', *sys.argv])}`",
     ]
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
-        sets = [(model, cases) for model, cases in ((args.large, GROUPS if args.groups else LARGE), (args.tiny, TINY)) if model]
+        sets = [
+            (model, cases)
+            for model, cases in ((args.large, GROUPS if args.groups else LARGE), (args.tiny, TINY))
+            if model
+        ]
         tables = [compare(args, model, cases, rounds, Path(folder)) for model, cases in sets]
     print("\n" + "\n\n".join(["\n".join(about), *("\n".join(table.rows()) for table in tables)]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 
@@ -28,6 +29,10 @@ def main() -> None:
                 os.kill(os.getpid(), 11)
             case b"exit":
                 os._exit(0)
+            case b"spin":
+                signal.setitimer(signal.ITIMER_PROF, job.seconds)
+                while True:
+                    pass
             case b"sleep":
                 time.sleep(float(rest))
             case b"until":

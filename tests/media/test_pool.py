@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tokserve.base.errors import RequestError
-from tokserve.features.images.media import frames, pool
+from tokserve.features.images.media import frames, pool, worker_process
 from tokserve.features.images.media.cache import ByteCache
 from tokserve.features.images.media.frames import Array, BrokenFrame
 from tokserve.features.images.media.pool import ProcessedImage, WorkerPool, digest_of
@@ -83,8 +83,12 @@ def test_an_image_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatc
     workers = WorkerPool(COMMAND, workers=1, seconds=0.3, cache_bytes=0)
 
     async def run() -> None:
-        error = await refusal(workers, b"sleep:1000")
+        error = await refusal(workers, b"spin")
         assert error.status == 400 and error.field == FIELD and "--mm-processor-timeout" in error.message
+        monkeypatch.setattr(worker_process, "PATIENCE", 0.0)
+        error = await refusal(workers, b"sleep:1000")  # as one that gets no processor
+        assert error.status == 503 and error.code == "media_worker" and "no processor" in error.message
+        monkeypatch.setattr(worker_process, "PATIENCE", 60.0)
         monkeypatch.setattr(workers, "_seconds", 60.0)
         assert (await process(workers, b"x")).arrays
 

@@ -79,6 +79,17 @@ def test_patches_are_those_of_transformers(reader: ImageReader) -> None:
         np.testing.assert_allclose(patches, expected["pixel_values"], atol=1e-6)
 
 
+@pytest.mark.slow
+def test_an_image_may_take_so_much_time_of_a_processor(reader: ImageReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = file_of(picture(1000, 1000))
+    monkeypatch.setattr(reader.pool, "_seconds", 0.001)
+    with pytest.raises(RequestError, match=r"takes more than 0\.001 s to decode") as caught:
+        read(reader, content)
+    assert caught.value.status == 400
+    monkeypatch.undo()
+    assert len(read(reader, content)) == 1
+
+
 def test_the_worker_has_one_thread(reader: ImageReader) -> None:
     read(reader, file_of(picture(40, 32)))
     (pid,) = reader.pool.pids
@@ -138,11 +149,11 @@ def _png_header(width: int, height: int) -> bytes:
     ],
 )
 def test_files_that_are_no_images_are_refused(reader: ImageReader, content: bytes, words: str, code: str) -> None:
-    good = file_of(picture(40, 32))
+    good, lost = file_of(picture(40, 32)), reader.pool.num_lost
     with pytest.raises(RequestError, match=words) as caught:
         read(reader, good, content)
     assert (caught.value.field, caught.value.code, caught.value.status) == ("content_parts[1].url", code, 400)
-    assert reader.pool.num_lost == 0 and read(reader, good)  # the worker lives
+    assert reader.pool.num_lost == lost and read(reader, good)  # the worker lives
 
 
 def test_more_images_than_a_prompt_may_have(tmp_path: Path, reader: ImageReader) -> None:

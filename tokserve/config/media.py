@@ -59,7 +59,10 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         int, about("Processes that decode, resize and cut up images; they start with the first image.", ge=1, le=64)
     ] = 1
     mm_processor_timeout: Annotated[
-        float, about("Seconds that decoding an image may take; its process is replaced then.", gt=0, le=FOR_EVER)
+        float,
+        about(
+            "Seconds of a processor that decoding an image may take; its process is replaced then.", gt=0, le=FOR_EVER
+        ),
     ] = 10.0
     mm_processor_cache_bytes: Annotated[
         NotNegative, about("Memory for processed images that may come again; 0: none are kept.")

@@ -45,9 +45,10 @@ class WorkerReady(msgspec.Struct, tag="ready"):
 
 
 class Job(msgspec.Struct, tag="job"):
-    """An image as it was sent."""
+    """An image as it was sent, and the seconds of a processor that it may take: SIGPROF ends the worker then."""
 
     content: memoryview
+    seconds: float
 
 
 class Processed(msgspec.Struct, tag="processed"):

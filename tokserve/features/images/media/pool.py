@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import signal
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -58,6 +59,9 @@ Outcome = ProcessedImage | Refusal
 CLOSED = Refusal("the server is shutting down", "draining", is_servers_fault=True)
 NO_WORKER = Refusal("the process that decodes images does not start", "media_worker", is_servers_fault=True)
 FAILED = Refusal("the image could not be decoded; the server's log says more", "media_worker", is_servers_fault=True)
+NO_PROCESSOR = Refusal(
+    "no processor was free to decode the image; send it again", "media_worker", is_servers_fault=True
+)
 ENDED = Refusal("cannot be decoded: it ends the process that decodes it", UNREADABLE)
 
 
@@ -73,7 +77,7 @@ class WorkerPool:
     """Processes images in worker processes, which start with the first image."""
 
     def __init__(self, command: Sequence[str], *, workers: int, seconds: float, cache_bytes: int) -> None:
-        """`command`: starts a worker; `seconds`: for an image; `cache_bytes`: of processed images."""
+        """`command`: starts a worker; `seconds`: of a processor, for an image; `cache_bytes`: of processed images."""
         self._command = command
         self._num_workers = workers
         self._seconds = seconds
@@ -197,13 +201,14 @@ class WorkerPool:
         try:
             reply = worker.process(job.content, self._seconds)
         except TimeoutError:
-            self._discard_worker(index, "takes too long")
-            return Refusal(f"takes more than {self._seconds:g} s to decode (--mm-processor-timeout)", UNREADABLE)
+            self._discard_worker(index, "has had no processor")
+            return NO_PROCESSOR
         except BrokenFrame as error:
             if self._closed:
                 return CLOSED
-            self._discard_worker(index, str(error))
-            return ENDED
+            if self._discard_worker(index, str(error)) != -signal.SIGPROF:
+                return ENDED
+            return Refusal(f"takes more than {self._seconds:g} s to decode (--mm-processor-timeout)", UNREADABLE)
         if isinstance(reply, Refused):
             return Refusal(reply.rule, reply.code)
         name = hashlib.sha256(worker.settings.encode() + job.digest).digest()
@@ -218,10 +223,11 @@ class WorkerPool:
         worker.await_ready()
         return worker
 
-    def _discard_worker(self, index: int, why: str) -> None:
+    def _discard_worker(self, index: int, why: str) -> int | None:
         self.num_lost += 1
         status = self._end(index)
         logger.warning("an image has ended the process that decodes images: %s, exit status %s", why, status)
+        return status
 
     def _end(self, index: int) -> int | None:
         with self._changed:

@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import resource
+import signal
 import sys
 import warnings
 from typing import Any
@@ -164,12 +165,14 @@ def main() -> None:
             job = msgspec.msgpack.decode(frames.receive(at), type=Job)
         except BrokenFrame:
             return
+        signal.setitimer(signal.ITIMER_PROF, job.seconds)
         try:
             reply: msgspec.Struct = preprocessor(job.content)
         except UnreadableImage as error:
             reply = Refused(error.rule, error.code)
         except MemoryError:
             reply = Refused("needs too much memory to decode", "image_too_large")
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
         frames.send(to, frames.pack(reply))
 
 

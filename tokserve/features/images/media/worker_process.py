@@ -16,6 +16,7 @@ from tokserve.features.images.media import frames
 from tokserve.features.images.media.frames import BrokenFrame, Job, Processed, Refused, WorkerReady
 
 START_SECONDS = 120.0  # of a worker, which imports an image library and the checkpoint's processor
+PATIENCE = 60.0  # seconds beyond those of an image, for processors that are busy
 PIPE_BYTES = 1 << 20  # the most that a pipe holds without privileges
 
 
@@ -52,9 +53,10 @@ class Worker:
         self.settings = reply.settings
 
     def process(self, content: bytes, seconds: float) -> Processed | Refused:
-        """Raises TimeoutError, or BrokenFrame where the process has ended; it is of no use then."""
-        deadline = time.monotonic() + seconds
-        frames.send(self._to, frames.pack(Job(memoryview(content))), deadline)
+        """`seconds`: of a processor.  Raises BrokenFrame where the process has ended, TimeoutError where it had no
+        processor for so long; it is of no use then."""
+        deadline = time.monotonic() + seconds + PATIENCE
+        frames.send(self._to, frames.pack(Job(memoryview(content), seconds)), deadline)
         reply = self._receive(deadline)
         if isinstance(reply, WorkerReady):
             raise BrokenFrame("it does not answer")
