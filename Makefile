@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # OFF: no C++ extension; the references in torch serve instead, a hundred times slower.
 export TOKSERVE_NATIVE ?= ON
 
-.PHONY: help install serve docs test test-all coverage test-random test-loaded test-clients test-trainers test-real test-asan test-tsan test-wheel test-bounds test-newest wheels sdist check check-deploy format audit clean ALWAYS
+.PHONY: help install serve docs test fast-tests test-all coverage test-random test-loaded test-clients test-trainers test-real test-asan test-tsan test-wheel test-bounds test-newest wheels sdist check check-deploy format audit clean ALWAYS
 
 help:
 	@echo 'make serve          install what serving needs into .venv, and serve the demo model'
@@ -68,7 +68,12 @@ serve: $(or $(wildcard $(VENV)/.installed),$(VENV)/.serve)
 
 # Tests wait for processes much of the time: three at a time keep two cores busy.
 WORKERS ?= 3
-test: install check
+test: install
+	@$(MAKE) --no-print-directory --jobs 2 fast-tests check
+
+# Collected once before, for the compiled files: three processes at a time would each compile all of them.
+fast-tests: install
+	@$(BIN)/python -m pytest -q --collect-only > /dev/null || true
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-all: install check

@@ -39,13 +39,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before --random-order
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`second_try` is pytest-rerunfailures' `flaky`, and needs a reason."""
+    """`second_try` is pytest-rerunfailures' `flaky`, and needs a reason; `some` marks cases slow."""
+    _mark_slow_cases(items)
     _alternate(items)
     for item in items:
         assert item.get_closest_marker("flaky") is None, f"{item.nodeid}: use second_try, with the reason"
         if mark := item.get_closest_marker("second_try"):
             assert len(mark.args) == 1 and mark.args[0], f"{item.nodeid}: second_try needs a reason"
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def _mark_slow_cases(items: list[pytest.Item]) -> None:
+    """Mark cases of tests with the mark `some` slow, all but so many, which are evenly spaced."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("some") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for table in cases.values():
+        mark = table[0].get_closest_marker("some")
+        assert mark is not None
+        count = min(mark.args[0], len(table))
+        fast = {i * len(table) // count for i in range(count)}
+        for i, item in enumerate(table):
+            if i not in fast:
+                item.add_marker(pytest.mark.slow)
 
 
 def _alternate(items: list[pytest.Item]) -> None:

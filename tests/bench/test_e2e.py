@@ -11,6 +11,7 @@ from tests.e2e.server import Server
 from tokserve.cli.main import main
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("backend", ["tokens", "openai", "openai-chat"])
 @pytest.mark.parametrize("flags", [["--turns", "2"], ["--n", "2", "--no-stream", "--logprobs", "1"]])
 def test_backend(demo: Server, backend: str, flags: list[str], tmp_path: Path) -> None:

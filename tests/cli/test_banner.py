@@ -32,6 +32,7 @@ def test_the_first_request_suits_the_server(options: dict[str, object], path: st
     assert body.get("model", "demo") == options.get("served_model_name", ["demo"])[0]
 
 
+@pytest.mark.slow
 def test_the_log_ends_with_a_request_that_is_answered(demo: Server) -> None:
     until(lambda: any("try: " in line for line in demo.log))
     (line,) = (line for line in demo.log if "try: " in line)

@@ -43,6 +43,7 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
     return [rng.integers(8, 48, rng.integers(1, 40)).tolist() for _ in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "penalty", "length"),
     slow_cases([(1, 1.0, 8), (3, 1.0, 12), (4, 0.0, 10), (5, -0.5, 6), (2, 2.0, 9)], (4, 0.0, 10), (5, -0.5, 6)),

@@ -99,6 +99,7 @@ def forget(address: str) -> None:
     gc.collect()
 
 
+@pytest.mark.slow
 def test_collecting_one_that_was_never_closed_does_not_block(tmp_path: Path) -> None:
     process = multiprocessing.get_context("spawn").Process(target=forget, args=(f"ipc://{tmp_path}/e.sock",))
     process.start()

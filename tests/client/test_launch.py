@@ -79,6 +79,7 @@ def test_start_serve_and_shut_down(mode: Any, tmp_path: Path) -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -289,6 +290,7 @@ def test_a_temporary_directory_that_was_removed(monkeypatch: pytest.MonkeyPatch,
         launch._private_directory()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("command", [launch.COMMAND, api_server.COMMAND], ids=["engine", "api_server"])
 def test_a_module_of_the_current_directory_is_not_imported(command: tuple[str, ...], tmp_path: Path) -> None:
     """Otherwise a process started in another checkout would import another tokserve than its parent."""
@@ -308,6 +310,7 @@ def test_what_follows_the_setup_of_an_api_process_is_not_lost(monkeypatch: pytes
         assert process.recv(100) == b'{"address": "ipc:///engine"}\n'
 
 
+@pytest.mark.slow
 def test_an_engine_for_another_node_reports_its_address(tmp_path: Path) -> None:
     async def scene() -> None:
         keys, _ = make_keys()

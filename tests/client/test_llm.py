@@ -561,6 +561,7 @@ if child:
 """
 
 
+@pytest.mark.slow
 def test_a_fork_is_refused_ends_by_itself_and_leaves_the_engine_alone(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(FORK)
@@ -572,6 +573,7 @@ def test_a_fork_is_refused_ends_by_itself_and_leaves_the_engine_alone(tmp_path: 
     assert sorted(lines[:2]) == ["[4, 5]", "a forked process must make its own LLM"] and lines[2:] == ["1"]
 
 
+@pytest.mark.slow
 def test_the_real_engine_around_a_scripted_executor(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "COMMAND", (sys.executable, "-m", "tests.engine.scripted_process"))
     monkeypatch.setattr("tokserve.client.async_llm.resolve", lambda _: config(model, tokens_only=True))

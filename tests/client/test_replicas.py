@@ -139,6 +139,7 @@ def test_an_abort_reaches_a_prepared_request_on_any_engine() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_control_acts_on_all_engines_and_answers_for_all() -> None:
     async def scene() -> None:
         async with make() as llm:
@@ -184,6 +185,7 @@ def test_where_one_engine_refuses_tensors_all_roll_back() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_weights_change_on_all_engines_or_on_none() -> None:
     async def scene() -> None:
         async with make() as llm:
@@ -341,6 +343,7 @@ def test_weights_that_only_some_engines_have_cannot_be_confirmed() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_a_replaced_engine_has_the_state_of_the_others() -> None:
     """Whatever has changed while it was lost, and while it joined."""
 

@@ -82,6 +82,7 @@ def test_a_killed_engine_is_replaced_and_its_requests_may_be_sent_again(mode: An
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_the_next_engine_loads_no_adapters_at_its_start(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes them over: a directory that has gone meanwhile must not end its start."""
     mode("serve")
@@ -107,6 +108,7 @@ def test_the_next_engine_loads_no_adapters_at_its_start(mode: Any, monkeypatch: 
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_restarts_are_counted_within_a_time(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mode("serve")
     monkeypatch.setattr(engine_client, "RESTART_WINDOW", 0.0)
@@ -124,6 +126,7 @@ def test_restarts_are_counted_within_a_time(mode: Any, monkeypatch: pytest.Monke
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_after(["exit", "refuse", "crash"], 1))
 def test_an_engine_that_cannot_be_replaced_is_dead_in_the_end(
     mode: Any, name: str, monkeypatch: pytest.MonkeyPatch
@@ -180,6 +183,7 @@ def test_an_unforeseen_error_of_a_restart_ends_the_waiting(
     assert "Traceback" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_failed_restart_is_tried_again(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mode("serve")
     monkeypatch.setattr(engine_client, "RETRY", (0.01, 0.02))
@@ -247,6 +251,7 @@ def test_shutdown_at_the_moment_at_which_another_engine_has_a_place(mode: Any, m
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_joined_clients_are_sent_the_next_engine(mode: Any) -> None:
     mode("serve")
 
@@ -278,6 +283,7 @@ def test_joined_clients_are_sent_the_next_engine(mode: Any) -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
@@ -315,6 +321,7 @@ def test_a_client_that_cannot_join_the_next_engine_stops_waiting(
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_an_engine_is_watched_while_it_is_joined(mode: Any) -> None:
     mode("serve")
 
@@ -360,6 +367,7 @@ def test_a_new_engine_gets_the_announcements(tmp_path: Path) -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_an_announced_engine_that_has_ended_is_skipped(mode: Any) -> None:
     mode("serve")
 
@@ -387,6 +395,7 @@ def test_an_announced_engine_that_has_ended_is_skipped(mode: Any) -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_after(["heirless", "refuses_heritage"], 1))
 def test_an_engine_that_cannot_be_what_the_last_one_was_does_not_serve(mode: Any, name: str) -> None:
     mode("serve")
@@ -427,6 +436,7 @@ def test_a_hung_engine_is_killed_and_replaced(mode: Any) -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_a_hung_engine_that_nothing_may_replace_is_left_alone(mode: Any) -> None:
     mode("deaf")
 

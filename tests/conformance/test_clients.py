@@ -156,6 +156,7 @@ def parameters(function: Any) -> list[str]:
     return [name for name in inspect.signature(function).parameters if name not in PLAIN and name in VALUES]
 
 
+@pytest.mark.some(19)
 @pytest.mark.parametrize("name", parameters(SdkChat.create))
 def test_every_parameter_of_the_sdks_chat_is_taken(text: Api, name: str) -> None:
     value = bool(VALUES[name]) if name == "logprobs" else VALUES[name]

@@ -70,6 +70,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.some(36)
 @pytest.mark.parametrize("raw", BROKEN, ids=lambda raw: repr(raw[:16]))
 def test_a_body_that_is_no_json_object_is_refused_everywhere(api: Api, post: str, raw: bytes) -> None:
     api.refused(api.post(post, content=raw, headers={"Content-Type": JSON}), 400, None)
@@ -86,6 +87,7 @@ def test_a_number_beyond_all_floats_is_refused(api: Api) -> None:
         assert api.post(GENERATE, content=raw, headers={"Content-Type": JSON}).status_code == 400
 
 
+@pytest.mark.some(28)
 @pytest.mark.parametrize(
     "raw",
     [

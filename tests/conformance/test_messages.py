@@ -66,6 +66,7 @@ FIELDS = (
 )
 
 
+@pytest.mark.some(15)
 @pytest.mark.parametrize("field", FIELDS)
 def test_values_of_every_kind_are_taken_or_refused(api: Api, path: str, field: str) -> None:
     for value in ATOMS:
@@ -114,6 +115,7 @@ def test_an_answer_is_chats_whole_and_streamed(text: Api) -> None:
     assert streamed[-2]["usage"]["output_tokens"] == usage["output_tokens"]
 
 
+@pytest.mark.slow
 def test_a_forced_call_and_its_result(text: Api) -> None:
     body = {"model": text.model, "max_tokens": 300, "messages": MESSAGES} | FORCED
     for choice in (FORCED["tool_choice"], {"type": "tool", "name": "weather"}):

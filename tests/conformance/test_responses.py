@@ -59,6 +59,7 @@ def output(server: Api, **fields: Any) -> list[dict[str, Any]]:
     return items
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tool", "form"), [(LARK, r"begin [ab]{2,4} end"), (REGEX, r"[0-9]{3}-[a-c]{2}")], ids=["lark", "regex"]
 )

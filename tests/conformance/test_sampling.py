@@ -307,6 +307,7 @@ EXTREME = [
 ]
 
 
+@pytest.mark.slow
 def test_extreme_parameters_together_still_draw(api: Api) -> None:
     for i, params in enumerate(EXTREME):
         mode = ("raw", "temperature", "processed")[i % 3]

@@ -85,6 +85,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.some(60)
 @pytest.mark.parametrize(("name", "value"), REFUSED, ids=lambda value: str(value)[:30])
 def test_a_bad_field_is_refused_by_name_also_before_a_stream(text: Api, route: str, name: str, value: Any) -> None:
     text.refused(text.post(route, BODIES[route] | {name: value}), 400, name)

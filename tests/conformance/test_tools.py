@@ -110,6 +110,7 @@ SHAPED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("fields", SHAPED, ids=["response_format", "structured_outputs"])
 @pytest.mark.parametrize("parallel", [True, False])
 def test_an_answer_of_some_form_or_calls(text: Api, fields: dict[str, Any], parallel: bool) -> None:

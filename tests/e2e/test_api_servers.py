@@ -43,6 +43,7 @@ def two() -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.slow
 def test_every_api_process_has_the_tokenizer(two: Server) -> None:
     params = {"structured_outputs": {"choice": ["yes", "no"]}, "seed": 1}
     for index in (0, 1):
@@ -51,6 +52,7 @@ def test_every_api_process_has_the_tokenizer(two: Server) -> None:
             assert answer.status_code == 200 and answer.json()["choices"][0]["text"] in ("yes", "no"), answer.text
 
 
+@pytest.mark.slow
 def test_an_adapter_loaded_through_one_process_serves_through_all(two: Server, tmp_path: Path) -> None:
     adapter = {"lora_name": "mine", "lora_path": str(write_adapter(tmp_path, DEMO_DIR, rank=4))}
     body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 8, "temperature": 0.0}}
@@ -134,6 +136,7 @@ def test_an_abort_reaches_the_process_that_owns_the_request(two: Server) -> None
     two.wait_idle()
 
 
+@pytest.mark.slow
 def test_an_id_in_flight_is_a_conflict_everywhere_and_so_is_a_full_queue(two: Server) -> None:
     with in_flight(two, (0, body("twin"))):
         for index in (0, 1):
@@ -155,6 +158,7 @@ def test_an_id_in_flight_is_a_conflict_everywhere_and_so_is_a_full_queue(two: Se
     two.wait_idle()
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_one_process_frees_the_engine(two: Server) -> None:
     with via(two, 1) as client, client.stream("POST", GENERATE, json=body("left", stream=True)) as stream:
         assert next(stream.iter_lines()).startswith("data:")
@@ -168,6 +172,7 @@ def shown(server: Server, index: int) -> dict[str, float]:
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
+@pytest.mark.slow
 def test_any_process_shows_the_figures_of_all(two: Server) -> None:
     before = shown(two, 0)
     for index, count in ((0, 1), (1, 2)):
@@ -188,6 +193,7 @@ def test_any_process_shows_the_figures_of_all(two: Server) -> None:
         assert first.get("/load").json() == {"server_load": 0, "running": 0, "waiting": 0}
 
 
+@pytest.mark.slow
 def test_kill_9_of_an_api_process_ends_its_requests_and_no_others(two: Server) -> None:
     doomed, other = two.api_processes()
     finished = shown(two, 1)['tokserve:request_success_total{engine="0",finished_reason="length",model_name="demo"}']

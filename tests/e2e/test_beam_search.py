@@ -27,6 +27,7 @@ def beams(server: Served, path: str = COMPLETIONS, **body: Any) -> dict[str, Any
     return good(server.post(path, {"use_beam_search": True, "n": 3, "max_tokens": 6, "return_token_ids": True} | body))
 
 
+@pytest.mark.slow
 def test_beams_of_the_server_equal_the_offline_api(server: Served) -> None:
     prompts = ["What is 47 + 38?", "Reverse the word hello."]
     with LLM("demo", dtype="float32") as llm:

@@ -113,6 +113,7 @@ def test_logits_equal_transformers_and_do_not_depend_on_the_batch(tmp_path: Path
         assert logits(llm, PROMPTS) == alone, "from the prefix cache"
 
 
+@pytest.mark.slow
 def test_sglangs_bodies_of_areal_and_verl(reward: Path) -> None:
     text, ids = "a good answer", [5, 9, 40]
     expected = [float(one[0]) for one in transformers_logits(reward, [ids_of(text), ids])]
@@ -178,6 +179,7 @@ def test_pooling_returns_the_same_in_all_encodings(server: Served) -> None:
     assert json.loads(answer.headers["metadata"])["data"][1]["shape"] == [1]
 
 
+@pytest.mark.slow
 def test_scores_of_a_cross_encoder_and_all_names_of_its_fields(server: Served, reward: Path) -> None:
     expected = [
         float(row[0]) for row in transformers_logits(reward, [ids_of("q") + ids_of(text) for text in ("ab", "c")])
@@ -231,6 +233,7 @@ def test_scores_of_a_bi_encoder_are_cosines(embedder: Served) -> None:
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "unsupported"
 
 
+@pytest.mark.slow
 def test_a_text_that_is_cut_may_be_longer_than_any_context(server: Served) -> None:
     long = "ab " * 5000
     for field in ("input", "queries"):

@@ -62,6 +62,7 @@ def prompt_of(usage: dict[str, int]) -> int:
     return usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
+@pytest.mark.slow
 def test_a_conversation_is_served_and_finds_its_prefix_cached(server: Served) -> None:
     known = 0  # tokens of the prompt before
     for number, body in enumerate(bodies()):

@@ -51,6 +51,7 @@ def post(server: ScriptedServer, model: str, body: dict[str, Any]) -> tuple[http
     return answer, events
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("model", CONVERSATIONS)
 def test_a_conversation_is_served_and_finds_its_prefix_cached(server: ScriptedServer, model: str) -> None:
     known = 0  # tokens of the prompt before

@@ -6,10 +6,13 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 # The server without its collector, and a client in a thread.  What a full collection then finds is counted by type.
 PROGRAM = """
 import asyncio, gc, http.client, json, os, socket, sys, threading, types
 from collections import Counter
+
 from tokserve.cli import http as cli_http
 from tokserve.cli.serve import serve
 
@@ -93,6 +96,7 @@ serve_config(Config.make(model="demo", port=0, sglang_api=True), Server)
 """
 
 
+@pytest.mark.slow
 def test_requests_leave_no_cycles() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout, done.stderr

@@ -59,6 +59,7 @@ async def memory(client: TokserveClient) -> dict[str, str]:
     return digests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", slow_after([1, push.PART_BYTES], 1))  # all in one body, and each tensor in its own
 def test_what_was_pushed_as_deltas_is_what_a_full_push_makes(
     server: Served, weights: Weights, part: int, monkeypatch: pytest.MonkeyPatch
@@ -151,6 +152,7 @@ def test_a_version_is_one_set_of_weights(server: Served, weights: Weights) -> No
     in_client(server, scene)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("way", ["full", "delta", "directory"])
 def test_a_trainer_that_went_back_may_use_a_version_again(
     way: str, server: Served, weights: Weights, tmp_path: Path
@@ -210,6 +212,7 @@ def test_errors_of_the_routes(server: Served, weights: Weights) -> None:
     in_client(server, scene)
 
 
+@pytest.mark.slow
 def test_requests_in_flight_see_one_set_or_the_next(server: Served, weights: Weights) -> None:
     """A rollout over several pushes: its tokens are those of its versions, and every version has its spans."""
 

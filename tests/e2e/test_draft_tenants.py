@@ -53,6 +53,7 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("owner", "other"), OTHERS, ids=str)
 def test_outputs_are_drafts_only_for_their_tenant(
     server: Served, owner: dict[str, Any], other: dict[str, Any], request: pytest.FixtureRequest

@@ -15,6 +15,8 @@ from tests.e2e.server import Server
 from tests.waiting import until
 from tokserve.checkpoint import DEMO_DIR
 
+pytestmark = pytest.mark.slow
+
 PROMPT = {
     "token_ids": [5, 6, 7],
     "sampling_params": {"temperature": 0, "max_tokens": 6, "logprobs": 0, "ignore_eos": True},

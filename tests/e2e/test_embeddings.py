@@ -133,6 +133,7 @@ BAD: list[tuple[dict[str, Any], str, int]] = [
 ]
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize(("body", "field", "status"), BAD, ids=lambda value: str(value)[:40])
 def test_bad_bodies_name_the_field(server: Served, body: dict[str, Any], field: str, status: int) -> None:
     answer = httpx.post(f"{server.url}/v1/embeddings", json=body)
@@ -168,6 +169,7 @@ def paused_among_many(server: Served, asks: ThreadPoolExecutor, mode: str) -> Fu
     raise AssertionError("vectors are computed faster than a pause comes")
 
 
+@pytest.mark.slow
 def test_one_version_of_the_weights_makes_all_vectors(slow: Served, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_config("qwen3", dtype="float32"), seed=2)
     with ThreadPoolExecutor(1) as asks:

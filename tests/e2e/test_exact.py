@@ -87,6 +87,7 @@ def test_outputs_of_the_cases_differ(expected: list[tuple[Any, ...]]) -> None:
     assert sum(len(set(tokens)) for tokens, _ in expected) > 0.5 * sum(len(tokens) for tokens, _ in expected)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "options",
     [

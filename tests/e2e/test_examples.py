@@ -70,6 +70,7 @@ def test_disaggregated() -> None:
     assert "the same as one server's: True" in shown and "computed elsewhere: 0" not in shown
 
 
+@pytest.mark.slow
 def test_openai_chat(demo: Server) -> None:
     assert run(sys.executable, str(EXAMPLES / "openai_chat.py"), demo.url) == "85\n"
 
@@ -129,6 +130,7 @@ def test_offline() -> None:
     assert "What is 47 + 38? -> 85" in shown and "Reverse the word hello. -> olleh" in shown
 
 
+@pytest.mark.slow
 def test_demo_model_answers_its_tasks(demo: Server) -> None:
     shown = run(sys.executable, str(EXAMPLES / "demo_model" / "measure.py"), "--url", demo.url, "-n", "40")
     assert "total" in shown.lower()

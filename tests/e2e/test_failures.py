@@ -233,6 +233,7 @@ def test_a_port_in_use_is_an_error_at_once() -> None:
     assert "tokserve: error: cannot listen on 127.0.0.1:" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -261,6 +262,7 @@ def test_a_failed_start_has_a_reason_of_one_line(args: list[str], message: str) 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_bad_flags_and_help() -> None:
     assert run("serve", "demo", "--no-such-flag").returncode == 2
     assert run().returncode == 2

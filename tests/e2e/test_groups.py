@@ -101,6 +101,7 @@ def test_choices_of_one_prompt(server: Served) -> None:
     assert alone(server, bodies) == [(None, choices)]
 
 
+@pytest.mark.slow
 def test_one_system_prompt_with_adapters_masks_and_grammars(server: Served) -> None:
     """What differs within a run of shared pages: the adapter has keys of its own, the rest shares them."""
     rng = random.Random(2)
@@ -126,6 +127,7 @@ def test_one_system_prompt_with_adapters_masks_and_grammars(server: Served) -> N
     assert asyncio.run(ask_all(server, drafted)) == expected
 
 
+@pytest.mark.slow
 def test_branches_of_a_conversation(server: Served) -> None:
     """Each turn goes on from an earlier one's output, several from the same."""
     rng = random.Random(3)
@@ -191,6 +193,7 @@ def check_tree(server: Served, seed: int, count: int, *, update: bool) -> None:
         assert one == other, body
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", [False, True], ids=["same weights", "weights replaced"])
 def test_a_random_tree(server: Served, update: bool) -> None:
     check_tree(server, 4 + update, 100, update=update)

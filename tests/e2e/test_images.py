@@ -86,6 +86,7 @@ def outcome(reply: dict[str, Any]) -> tuple[list[int], list[float]]:
     return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
 
 
+@pytest.mark.slow
 def test_sessions_keep_conversations_with_images(server: Served) -> None:
     """Over the three routes, as their clients wrote them; each turn is a root."""
     url, text = data_url(ONE), {"type": "text", "text": "see"}
@@ -195,6 +196,7 @@ def test_five_paths_have_the_same_bits(server: Served) -> None:
     assert tokens["tokens"] == expanded
 
 
+@pytest.mark.slow
 def test_gemma_is_shown_what_its_processor_makes(tmp_path: Path) -> None:
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
@@ -242,6 +244,7 @@ def test_replies_are_the_same_alone_and_in_a_batch(server: Served) -> None:
     assert outcome(again) == alone[0] and again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 48
 
 
+@pytest.mark.slow
 def test_prompts_that_differ_in_an_image_alone_share_nothing_of_it(server: Served) -> None:
     ask(server, {}, "/reset_prefix_cache")
     first, second = (by_parts(png(120, 100, seed=n)) for n in (20, 21))
@@ -250,6 +253,7 @@ def test_prompts_that_differ_in_an_image_alone_share_nothing_of_it(server: Serve
     assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+@pytest.mark.slow
 def test_groups_and_streams(server: Served) -> None:
     body = by_parts(ONE, stream=True, return_token_ids=False)
     events = [json.loads(line[6:]) for line in server.post(GENERATE, body).text.split("\n\n") if line[:7] == "data: {"]
@@ -262,6 +266,7 @@ def test_groups_and_streams(server: Served) -> None:
     )
 
 
+@pytest.mark.slow
 def test_files_and_addresses(server: Served) -> None:
     inside = server.directory / "one.png"  # type: ignore[attr-defined]
     parts = [{"type": "image_url", "image_url": {"url": inside.as_uri()}}]
@@ -323,6 +328,7 @@ def item(
 EMPTY = msgspec.msgpack.Ext(3, b"")
 
 
+@pytest.mark.slow
 def test_features_that_do_not_fit_are_refused(server: Served) -> None:
     good = features(server)
     place = good["features"]["mm_placeholders"]["image"][0]
@@ -363,6 +369,7 @@ def test_features_that_do_not_fit_are_refused(server: Served) -> None:
     assert outcome(ask(server, good))
 
 
+@pytest.mark.slow
 def test_pixels_of_other_dtypes(server: Served) -> None:
     good = features(server)
     packed = msgspec.msgpack.decode(base64.b64decode(good["features"]["kwargs_data"]["image"][0]))

@@ -44,6 +44,7 @@ def llm(model: Path) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.slow
 def test_drafts_change_nothing(llm: LLM) -> None:
     """The first run has no history to draft from, the second has its own outputs."""
     prompts = [prompt(0), prompt(1)]
@@ -54,6 +55,7 @@ def test_drafts_change_nothing(llm: LLM) -> None:
     assert outcome(llm, wrong) == first[:1]
 
 
+@pytest.mark.slow
 def test_adapters_of_the_text(llm: LLM, model: Path, tmp_path: Path) -> None:
     plain = outcome(llm, prompt())
     parts = {name: None for name in adapter_names(model) if "visual" in name}

@@ -45,6 +45,7 @@ def prompt(*images: Any, ids: list[int] | None = None, **more: Any) -> dict[str,
     return {"prompt_token_ids": IDS if ids is None else ids, "multi_modal_data": {"image": list(images)}} | more
 
 
+@pytest.mark.slow
 def test_all_forms_of_an_image_are_the_same(llm: LLM) -> None:
     one, two = pillow(ONE), pillow(TWO)
     forms = [(one, two), (ONE, TWO), (np.asarray(one.convert("RGB")), bytearray(TWO)), (data_url(ONE), data_url(TWO))]
@@ -61,6 +62,7 @@ def test_all_forms_of_an_image_are_the_same(llm: LLM) -> None:
     assert other.prompt_token_ids != first.prompt_token_ids
 
 
+@pytest.mark.slow
 def test_a_conversation_is_its_prompt(llm: LLM) -> None:
     def talk(image: dict[str, Any]) -> list[dict[str, Any]]:
         return [{"role": "user", "content": [{"type": "text", "text": "see "}, image]}]
@@ -88,6 +90,7 @@ def test_a_conversation_is_its_prompt(llm: LLM) -> None:
     assert llm._wait(streamed(llm._llm)) == same.outputs[0].token_ids
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("fields", "field"),
     [

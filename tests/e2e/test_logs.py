@@ -9,6 +9,7 @@ import pytest
 from tests.e2e.server import Server
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("servers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_json_lines_of_all_processes_and_of_requests(servers: int) -> None:
     flags = ["--tokens-only", "--log-format", "json", "--log-requests"]

@@ -18,6 +18,8 @@ from tests import needs
 from tests.e2e.server import Server
 from tests.e2e.test_soak import more_files, version
 
+pytestmark = pytest.mark.slow
+
 GENERATE = "/inference/v1/generate"
 HEAD = b"POST /inference/v1/generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 PROMPT, PARAMS = [5, 20, 31], {"max_tokens": 8, "seed": 3, "logprobs": 1, "ignore_eos": True}
@@ -125,7 +127,6 @@ async def idle(url: str) -> None:
         writer.close()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_ten_thousand_connections() -> None:
     needs.FILES.or_skip()

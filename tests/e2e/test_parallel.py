@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.e2e.server import Server
 
@@ -68,6 +69,7 @@ async def alone(url: str, numbers: list[int]) -> dict[int, tuple[list[int], list
         return {i: await full(client, i) for i in numbers}
 
 
+@pytest.mark.slow
 def test_two_hundred_requests_and_forty_disconnects(demo: Server) -> None:
     survivors = asyncio.run(crowd(demo.url))
     demo.wait_idle()

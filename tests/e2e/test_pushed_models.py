@@ -65,6 +65,7 @@ def assert_served(client: Client, expected: np.ndarray) -> None:
     assert np.abs(client.score([IDS], [1])[0] - expected).max() < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("joined", "part_bytes"),
     [

@@ -37,6 +37,7 @@ def checkpoint(directory: Path, kind: str) -> tuple[Path, dict[str, Any]]:
     return directory, {"tokens_only": True, "max_model_len": 256} | options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in [*KINDS][1:])])
 def test_same_bits_alone_among_others_chunked_preempted_and_cached(tmp_path: Path, kind: str) -> None:
     directory, options = checkpoint(tmp_path, kind)

@@ -212,6 +212,7 @@ def server(qwen3: Path) -> Iterator[Server]:
         assert not psutil.wait_procs(processes, timeout=60)[1]
 
 
+@pytest.mark.slow
 def test_the_world_size_is_reported(server: Server) -> None:
     info, state = server.get("/server_info").json(), server.get("/inference/v1/state").json()
     assert info["facts"]["tensor_parallel_size"] == state["tensor_parallel_size"] == 2

@@ -47,6 +47,7 @@ def steady(reply: Any) -> Any:
 FULL = {"logprobs": True, "top_logprobs": 4, "return_token_ids": True}
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("fields", COMMON, ids=str)
 def test_chat(http: httpx.Client, demo: Server, fields: dict[str, Any]) -> None:
     for form, logprobs in (("objects", {}), ("objects", FULL), ("base64", FULL), ("arrays", {"logprobs": True})):
@@ -56,6 +57,7 @@ def test_chat(http: httpx.Client, demo: Server, fields: dict[str, Any]) -> None:
         assert steady(ask(http, demo, CHAT + "/derender", body)) == steady(ask(http, demo, CHAT, request))
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize("fields", [*COMMON, {"echo": True}, {"echo": True, "max_tokens": 0}], ids=str)
 def test_completions(http: httpx.Client, demo: Server, fields: dict[str, Any]) -> None:
     for form, logprobs in (("objects", {"logprobs": 2}), ("arrays", {"logprobs": 0})):

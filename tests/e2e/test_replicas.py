@@ -12,11 +12,13 @@ import pytest
 from tests.e2e.server import Server
 from tests.replies import good
 
+pytestmark = pytest.mark.slow
+
 GENERATE = "/inference/v1/generate"
 RANK = "X-data-parallel-rank"
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, 3])
 def count(request: pytest.FixtureRequest) -> int:
     """The number of engines."""
     number: int = request.param

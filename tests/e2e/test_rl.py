@@ -102,6 +102,7 @@ def first_weights(lab: Lab) -> None:
         lab.post("/update_weights", {"weight_dir": str(lab.directories[0])})
 
 
+@pytest.mark.slow
 def test_prime_rl(lab: Lab) -> None:
     """Pause (keep), update_weights with a directory, resume; broadcaster and version as it asks for them."""
     lab.post("/update_weights", {"weight_dir": str(lab.directories[0])})
@@ -163,6 +164,7 @@ def test_trl(lab: Lab) -> None:
     lab.post("/shutdown_weight_transfer_engine")
 
 
+@pytest.mark.slow
 def test_skyrl(lab: Lab) -> None:
     """Pause, sleep, wake the weights, push them, wake the cache, reset with a JSON body, resume."""
     lab.post("/pause?mode=keep")
@@ -188,6 +190,7 @@ def test_skyrl(lab: Lab) -> None:
     assert lab.server.post("/collective_rpc", {"method": "x"}).status_code == 403
 
 
+@pytest.mark.slow
 def test_areal(lab: Lab) -> None:
     """The pause aborts; the client resumes with the tokens it received, and that request waits until the resume."""
     body = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True, "seed": 3, "logprobs": 0}
@@ -248,6 +251,7 @@ def test_bad_updates_leave_the_server_as_it_was(lab: Lab) -> None:
     assert lab.serves(0)
 
 
+@pytest.mark.slow
 def test_after_recompute_kv_tokens_in_flight_have_the_logprobs_of_the_new_weights(lab: Lab) -> None:
     """They equal, bit for bit, a re-score of prompt and tokens with the new weights."""
 
@@ -357,6 +361,7 @@ def test_a_sender_that_disconnects_fails_the_update(lab: Lab) -> None:
     assert "sender left" in lab.state()["reason"] and lab.serves(0)
 
 
+@pytest.mark.slow
 def test_sleep_gives_memory_back(lab: Lab) -> None:
     process = lab.server.engine()
     fill = {"prompt": [[7 + i % 200] * 400 for i in range(60)], "max_tokens": 1}

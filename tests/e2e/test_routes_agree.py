@@ -164,11 +164,13 @@ def check_completions(client: httpx.Client, seed: int) -> None:
         assert steady(ask(client, COMPLETIONS + "/derender", body)) == expected, requested
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("seed", range(FEW))
 def test_chat_by_every_way(client: httpx.Client, seed: int) -> None:
     check_chat(client, seed)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("seed", range(FEW))
 def test_completions_by_every_way(client: httpx.Client, seed: int) -> None:
     check_completions(client, seed)

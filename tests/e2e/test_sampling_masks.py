@@ -129,6 +129,7 @@ def check_crossings(llm: LLM, seeds: range) -> None:
                 assert other.logprobs.token_logprobs.tolist() == choice.sampling_logprobs.tolist()
 
 
+@pytest.mark.slow
 def test_crossings(llm: LLM) -> None:
     check_crossings(llm, range(300))
 
@@ -225,6 +226,7 @@ def test_text_routes_have_the_token_routes_rows(client: httpx.Client, path: str,
     assert not set(FIELDS) & set(plain["choices"][0])
 
 
+@pytest.mark.slow
 def test_large_replies_are_made_in_parts(client: httpx.Client) -> None:
     body: dict[str, Any] = {
         "token_ids": [286, 84],
@@ -302,6 +304,7 @@ TRAINED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_the_policy_scores_what_was_drawn_to_the_bit(dtype: str, request: pytest.FixtureRequest) -> None:
     """`sampling_logprobs` are what `PolicyModel` computes from the returned masks, in every form."""

@@ -142,6 +142,7 @@ def test_a_stream_that_its_client_leaves_keeps_what_was_sent(server: Served) -> 
     check_scores(server, [turn])
 
 
+@pytest.mark.slow
 def test_tools_and_grammars(tmp_path: Path) -> None:
     path = tmp_path / "template.jinja"
     path.write_text(HERMES)

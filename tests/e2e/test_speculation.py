@@ -72,6 +72,7 @@ def generate_body(**params: Any) -> dict[str, Any]:
     return {"token_ids": [5, 6, 7, 8], "sampling_params": {"max_tokens": 40, "ignore_eos": True, "seed": 3} | params}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params", slow_after([{"temperature": 0.5, "logprobs": 2, "n": 2, "frequency_penalty": 0.4}, {}], 1), ids=str
 )
@@ -99,6 +100,7 @@ def post(pair: Pair, path: str, **body: Any) -> Any:
     return httpx.post(pair.drafting.url + path, json=body, timeout=60).json()
 
 
+@pytest.mark.slow
 def test_a_corpus_is_added_and_removed(pair: Pair) -> None:
     body = generate_body(temperature=1.3, seed=12) | {"token_ids": [4, 4, 9]}
     output = pair.post(GENERATE, body, cache_salt="x")["choices"][0]["token_ids"]
@@ -114,6 +116,7 @@ def test_a_corpus_is_added_and_removed(pair: Pair) -> None:
     assert post(pair, "/add_draft_corpus", draft_group="g", token_ids=[[1 << 20]])["error"]["param"] == "token_ids[0]"
 
 
+@pytest.mark.slow
 def test_predictions(pair: Pair) -> None:
     body = {"messages": [{"role": "user", "content": "reverse: stone"}], "max_tokens": 30, "seed": 1}
     text = pair.post(CHAT, body)["choices"][0]["message"]["content"]
@@ -141,6 +144,7 @@ answer: %json {json.dumps(SCHEMA)}
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form", slow_after([{"grammar": REASONING}, {"json": SCHEMA}], 1), ids=["after reasoning", "answer"]
 )
@@ -171,6 +175,7 @@ def test_a_stream_with_drafts_has_the_same_tokens(pair: Pair) -> None:
     assert streamed == output
 
 
+@pytest.mark.slow
 def test_the_benchmark_compares_replies(pair: Pair, capfd: pytest.CaptureFixture[str]) -> None:
     flags = [
         "--check-speculation",
@@ -228,6 +233,7 @@ def test_token_replies_report_their_drafts(pair: Pair) -> None:
         assert nothing["acceptance_histogram"] == nothing["per_step_drafted"] == [] and nothing["sources"] == {}
 
 
+@pytest.mark.slow
 def test_text_replies_report_their_drafts(pair: Pair) -> None:
     message = {"role": "user", "content": "Reverse the word stone."}
     prediction = {"prediction": {"type": "content", "content": "enots"}}
@@ -253,6 +259,7 @@ def test_text_replies_report_their_drafts(pair: Pair) -> None:
         report(reports[0])
 
 
+@pytest.mark.slow
 def test_a_request_without_speculation(pair: Pair) -> None:
     body = generate_body(seed=33)
     output = pair.post(GENERATE, body)["choices"][0]["token_ids"]

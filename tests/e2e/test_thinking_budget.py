@@ -55,6 +55,7 @@ def begins_at(ids: list[int], marker: list[int]) -> int:
     return next(at for at in range(len(ids)) if ids[at : at + len(marker)] == marker)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_a_thought_ends_at_its_budget_and_is_as_it_was_before(server: Served, closes: list[int], budget: int) -> None:
     for seed in range(3):
@@ -74,6 +75,7 @@ def test_a_budget_that_is_not_used_up_changes_nothing(server: Served) -> None:
         assert ask(server, seed) == ask(server, seed, thinking_token_budget=1000)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_the_same_tokens_with_drafts_right_and_wrong(server: Served, budget: int) -> None:
     prompt = good(server.post(CHAT + "/render", ASK | {"thinking_token_budget": budget}))
@@ -88,6 +90,7 @@ def test_the_same_tokens_with_drafts_right_and_wrong(server: Served, budget: int
         assert (drafted["token_ids"], drafted["logprobs"]) == (alone["token_ids"], alone["logprobs"])
 
 
+@pytest.mark.slow
 def test_the_same_tokens_streamed_and_in_a_batch(server: Served) -> None:
     alone = {budget: ask(server, 9, thinking_token_budget=budget) for budget in BUDGETS}
     with ThreadPoolExecutor(8) as pool:

@@ -359,6 +359,7 @@ def live(seed: int) -> Life:
     return life
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", slow_after(range(4), 1))
 def test_any_order_of_commands(part: int) -> None:
     commits = kills = 0

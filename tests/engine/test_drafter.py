@@ -195,6 +195,7 @@ class Given(OneByOne):
         return self.drafts[request.num_output :][:limit]
 
 
+@pytest.mark.some(1)
 @DEPTHS
 def test_drafts_under_a_grammar_are_sampled_as_it_allows(depth: int) -> None:
     """The grammar: 3 or 13, then 5, then 6 or 16, then the end; after 16 its state fails."""

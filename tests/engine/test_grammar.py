@@ -212,6 +212,7 @@ def test_keywords_that_docs_name_as_not_supported(keyword: dict[str, Any]) -> No
     assert f"`{list(keyword)[-1]}`" in line or ("if" in keyword and "`if`/`then`/`else`" in line)
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(max_size=8), min_size=1, max_size=4), st.integers(0, 9))
 @settings(max_examples=15, deadline=None)
 def test_choices(choices: list[str], seed: int) -> None:

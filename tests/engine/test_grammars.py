@@ -132,6 +132,7 @@ def test_a_grammar_that_reached_a_limit_is_compiled_again(grammars: Grammars) ->
     assert grammars.compile(form).result(PATIENCE) is not first
 
 
+@pytest.mark.slow
 def test_the_least_recently_used_grammar_is_evicted(small: Grammars) -> None:
     first = small.compile(many(0)).result(PATIENCE)
     assert MIB < first.size < 8 * MIB
@@ -156,6 +157,7 @@ def test_a_grammar_larger_than_the_cache_is_refused_by_name(small: Grammars) -> 
         tight.close()
 
 
+@pytest.mark.slow
 def test_grammars_in_use_are_bounded_too(small: Grammars) -> None:
     held: list[Grammar] = []
     refused: Future[Grammar] | None = None

@@ -82,6 +82,7 @@ def play(server: Server, calls: Sequence[Call]) -> None:
     server.check_serving()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("longest", slow_after([3, 4], 1))
 @pytest.mark.parametrize("calls", [SGLANG, VLLM], ids=["sglang", "vllm"])
 def test_when_everything_is_back_requests_are_served(calls: list[Call], longest: int) -> None:

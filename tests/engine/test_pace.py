@@ -108,6 +108,7 @@ def loaded(**options: Any) -> TimedEngine:
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", slow_after([2, 1], 1))
 def test_steps_are_short_while_a_second_client_is_served(depth: int) -> None:
     engine = loaded(depth=depth)
@@ -139,6 +140,7 @@ def test_the_heavy_client_takes_turns_among_its_own_requests() -> None:
     assert len(steps) > 40 and min(steps.values()) >= 5, "a request got no turn"
 
 
+@pytest.mark.slow
 def test_drafts_within_the_share_of_a_client_come_before_what_exceeds_the_shares() -> None:
     engine = loaded()
     engine.draft_with(Fixed(engine, right=16))
@@ -161,6 +163,7 @@ def steps_of_light(engine: TimedEngine) -> int:
     return len(engine.executor.plans) - before
 
 
+@pytest.mark.slow
 def test_requests_that_enter_beyond_the_share_of_their_client_leave_drafts_their_place() -> None:
     engine = TimedEngine(num_blocks=1200, max_num_seqs=64, max_num_batched_tokens=16, enable_prefix_caching=False)
     for i in range(600):

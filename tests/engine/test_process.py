@@ -306,6 +306,7 @@ def test_sigterm_ends_it_with_zero_and_sigint_and_sighup_do_nothing(child: Child
     assert "INFO" in log and "loaded in" in log  # start-up is told phase by phase
 
 
+@pytest.mark.slow
 def test_shutdown_ends_it_with_zero(child: Child) -> None:
     with busy(child) as front:
         front.send(Call(3, "shutdown"))

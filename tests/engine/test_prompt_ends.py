@@ -148,6 +148,7 @@ def run_groups(seed: int, depth: int) -> Engine:
     return engine
 
 
+@pytest.mark.some(1)
 @DEPTHS
 def test_random_groups_give_what_their_requests_give_alone(depth: int) -> None:
     copies = preemptions = 0

@@ -145,6 +145,7 @@ def test_results_do_not_depend_on_other_requests(
     play(options, script, reset_at)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("seeds", [20, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_results_do_not_depend_on_preemption_or_drafts(depth: int, seeds: int) -> None:

@@ -110,6 +110,7 @@ def test_the_process_shares_this_session_so_its_priority_counts(trials: Trials) 
     assert psutil.Process(trials.pid).nice() == NICENESS
 
 
+@pytest.mark.slow
 def test_a_costly_grammar_is_refused_and_its_trial_ends(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SECONDS", 0.5)
     refusal = costly(trials).result

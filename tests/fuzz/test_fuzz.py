@@ -6,6 +6,7 @@ from tests.fuzz.run import NAMES, fuzz
 from tokserve.base import log
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_fuzzed_inputs_raise_only_expected_errors(name: str) -> None:
     fuzz(name, 600)

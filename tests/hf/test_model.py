@@ -131,6 +131,7 @@ def converted(directory: Path, **options: Any) -> TransformersModel:
     return load_module(directory, hf, **{"max_model_len": 512} | defaults | options)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", EVERY)
 def test_logits_and_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
     reference, ids = checkpoint(name, tmp_path), random_ids(100, 320)

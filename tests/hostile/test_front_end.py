@@ -60,6 +60,7 @@ def test_long_texts_are_tokenized_in_a_thread(scene: Scene) -> None:
     assert errors(scene.under(attack.text_to_count)) == {(200, None, None)}
 
 
+@pytest.mark.slow
 def test_stop_strings(scene: Scene) -> None:
     assert errors(scene.under(attack.many_stops)) == {(400, None, "stop")}
     assert errors(scene.under(attack.as_many_stops_as_allowed)) == {(200, None, None)}
@@ -125,17 +126,20 @@ def test_all_logprobs_where_they_are_allowed() -> None:
         assert answer.status == 200 and answer.size > 50e6
 
 
+@pytest.mark.slow
 def test_many_messages(scene: Scene) -> None:
     first, second, third = scene.under(attack.many_messages)
     assert (first.status, first.field) == (third.status, third.field) == (400, "messages")
     assert (second.status, second.code) == (413, "too_many_values")
 
 
+@pytest.mark.slow
 def test_many_ids(scene: Scene) -> None:
     answers = scene.under(attack.many_ids)
     assert [answer.status for answer in answers] == [400, 413, 400, 413, 200, 413]
 
 
+@pytest.mark.slow
 def test_values_that_decoding_would_multiply(scene: Scene) -> None:
     assert errors(scene.under(attack.nothing_but_lists)) == {(413, "too_many_values", None)}
 

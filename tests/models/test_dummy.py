@@ -33,6 +33,7 @@ def test_values_follow_from_name_and_seed() -> None:
     torch.testing.assert_close(one[0, :3], torch.tensor([-0.2000853, 0.1420294, -0.0477907]))
 
 
+@pytest.mark.some(10)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", CALIBRATED)
 def test_output_is_sharp_varied_and_depends_on_the_context(family: str, tied: bool) -> None:

@@ -62,6 +62,7 @@ def expected(model: Any) -> torch.Tensor:
         return logprobs(model(torch.tensor([IDS])).logits[0])
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_type_is_the_model_that_its_blocks_mean(tmp_path: Path, kind: str) -> None:
     model = gguf_models.write(tmp_path / "m.gguf", "llama", kind)
@@ -88,6 +89,7 @@ MIXTURES = {  # types of the experts' gate, up and down matrices, and of the oth
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", slow_after(MIXTURES, 2))
 def test_a_mixture_is_the_model_that_its_blocks_mean(tmp_path: Path, architecture: str) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2}

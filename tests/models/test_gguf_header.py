@@ -55,6 +55,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
             read_headers(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [2000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_a_damaged_header_is_one_clear_error(tmp_path: Path, rounds: int) -> None:
     """Bytes and whole numbers of the header are replaced: either it still reads, or it is a StartError."""

@@ -83,6 +83,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "tied" else pytest.mark.slow) for name in CASES]
 )

@@ -177,6 +177,7 @@ def test_the_model_is_that_of_what_the_tensors_mean(tmp_path: Path, case: str) -
     assert (result - prefill(opened(directory), IDS).log_softmax(-1)).abs().max() < 2e-4
 
 
+@pytest.mark.slow
 def test_quantized_weights_of_a_model_with_states_round_as_floats_do(tmp_path: Path) -> None:
     """What a head reads from its state is divided by its norm, which amplifies rounding: two float32 models may differ
     by more than either differs from float64, so each is compared with that."""
@@ -213,6 +214,7 @@ def test_words_that_are_no_finite_float16_are_finite() -> None:
     assert is_finite(torch.tensor([2**31 - 1], dtype=torch.int32), torch.float16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", slow_after(["gptq4-g32-asym-act-v2", "int8", "gptq4-g32-sym-plain-v1", "awq", "packed4-asym"], 2)
 )

@@ -359,6 +359,7 @@ def transformers_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
     return load_case
 
 
+@pytest.mark.some(14)
 @pytest.mark.parametrize("name", EVERY)
 @CPP_FAST
 @pytest.mark.usefixtures("kernels")
@@ -399,6 +400,7 @@ def greedy(
     return tokens_of
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     "name", [*GREEDY, *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(set(NEW) & CASES.keys()))]
 )
@@ -487,6 +489,7 @@ def sharp(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Sharp]:
     return load_family
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "family", ["llama", "qwen2", "qwen3", "gemma3_text", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
 )

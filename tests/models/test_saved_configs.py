@@ -144,6 +144,7 @@ def written(directory: Path, hf: dict[str, Any], seed: int) -> PreTrainedModel:
 RANDOM = [one if one[1] == 0 else pytest.param(*one, marks=pytest.mark.slow) for one in every(10)]
 
 
+@pytest.mark.some(18)
 @pytest.mark.parametrize(("family", "seed"), RANDOM)
 def test_random_configurations(family: str, seed: int, tmp_path: Path) -> None:
     hf = random_config(family, seed)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -32,6 +33,7 @@ def ends(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 
+@pytest.mark.slow
 def test_tensors_of_any_type_and_size_lie_apart_and_aligned() -> None:
     arena, kept = Arena(), []
     for count in (1, 63, 64, 1000, 0, 5_000_001, 12_000_000, 20_000_000, 7):

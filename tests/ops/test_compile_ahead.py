@@ -84,6 +84,7 @@ json.dump(report | {"launched": len(launches), "loaded_later": len(loads) - load
 """
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_and_loaded_once_and_run_later(tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(

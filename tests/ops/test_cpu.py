@@ -93,6 +93,7 @@ def test_linear_rows_have_the_same_bits_in_any_tile(isa: str, name: str) -> None
             assert torch.equal(CALLS[name](x[:size], packed, None, torch.float32), result[:size])
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("rows", "columns", "tokens"), [(1, 1, 1), (65, 31, 130), (200, 1027, 300), (64, 4096, 2)])
 def test_int8_has_the_bits_of_the_reference_on_every_instruction_set(rows: int, columns: int, tokens: int) -> None:
     """Odd shapes, more than one block of rows; a weight packed by one set is good for the others."""

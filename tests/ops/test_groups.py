@@ -145,6 +145,7 @@ def random_tree(rng: random.Random, page: int, rows: int, longest: int) -> Tree:
     return tree
 
 
+@pytest.mark.some(15)
 @pytest.mark.parametrize(
     ("shape", "isa"),
     [

@@ -36,6 +36,7 @@ def by_reference(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
     return outputs(OPS[name].reference(*arguments), arguments)
 
 
+@pytest.mark.some(21)
 @pytest.mark.parametrize("isa", [isa for isa in FMA[:-1] if not isa.endswith("_vnni")])
 @pytest.mark.parametrize("name", NAMES)
 def test_instruction_sets_of_one_arithmetic_have_the_same_bits(name: str, isa: str) -> None:

@@ -67,6 +67,7 @@ def close(actual: object, expected: object, tolerance: tuple[float, float]) -> N
         assert actual == expected
 
 
+@pytest.mark.some(36)
 @pytest.mark.parametrize(("op", "name", "dtype"), OTHERS)
 def test_implementation_is_close_to_the_reference(op: Op[Any, Any], name: str, dtype: torch.dtype) -> None:
     for arguments in samples(op.name, dtype):

@@ -71,6 +71,7 @@ def packed(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 NAMES = sorted(set(OPS) - WHOLE_NUMBERS)
 
 
+@pytest.mark.some(26)
 @pytest.mark.parametrize("name", slow_except(NAMES, *(name for name in NAMES if "wna16" not in name)))
 def test_products_of_references_run_on_one_thread(name: str) -> None:
     op = OPS[name]

@@ -61,6 +61,7 @@ def test_attention_of_a_tree_is_near_float64(window: int, softcap: float, dim: i
         assert cosine(gradient, reference) > (0.9999999 if dtype == torch.float32 else 0.9999)
 
 
+@pytest.mark.slow
 @OF_A_DTYPE
 def test_a_sequences_attention_gradients_have_the_same_bits_in_a_batch(dtype: torch.dtype) -> None:
     """A group with a common prefix among other sequences, and by itself; v is a slice of a wider tensor."""

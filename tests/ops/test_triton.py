@@ -138,6 +138,7 @@ def small_samples(op: Op[Any, Any], dtype: torch.dtype) -> list[tuple[Any, ...]]
     return [call for call in calls if call[0].shape[0] <= max_rows and call[0].numel() <= max_elements]
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize(("op", "name", "dtype"), CASES)
 def test_kernel_is_close_to_the_reference(op: Op[Any, Any], name: str, dtype: torch.dtype) -> None:
     for arguments in small_samples(op, dtype):
@@ -297,6 +298,7 @@ WIDE = [
 ]  # the other tiles
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("columns", "outputs_", "dtype"), LINEARS if INTERPRETED else LINEARS + WIDE)
 def test_linear_rows_have_the_same_bits_in_any_tile(columns: int, outputs_: int, dtype: torch.dtype) -> None:
     num_rows = 300  # rows: every tile shape is used
@@ -320,6 +322,7 @@ def test_narrow_products_are_sums_of_chains_over_equal_parts() -> None:
     assert torch.equal(call(x, pack(weight), None, torch.float32), first)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize(("tile", "step"), [((16, 32), 128), ((16, 16), 256), ((64, 32), 64)], ids=str)
 def test_chains_have_the_same_bits_in_one_loop_and_by_programs_of_their_own(
@@ -338,6 +341,7 @@ def test_chains_have_the_same_bits_in_one_loop_and_by_programs_of_their_own(
         launch.tuned.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_gate_fused_with_its_product_has_the_bits_of_two_kernels(
     biased: bool, monkeypatch: pytest.MonkeyPatch
@@ -421,6 +425,7 @@ def test_float8_weights_with_scales_of_their_own_are_multiplied_as_they_are(name
             assert torch.equal(call(x[rows].to(device), packed, None, torch.float32).cpu(), all_rows[rows])
 
 
+@pytest.mark.slow
 @OF_A_DTYPE
 def test_rows_of_adapters_are_batch_invariant(dtype: torch.dtype) -> None:
     count, columns, sizes, rank = 20, 600, (70, 9), 5  # two stretches of K, two tiles of rows and of outputs
@@ -450,6 +455,7 @@ SHAPES = [  # query heads, KV heads, head dim, page, window, dtype
 ]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -503,6 +509,7 @@ def test_attention_has_the_same_bits_on_any_number_of_programs(window: int, monk
     close(results[0], expected, TOLERANCE["paged_attention", dtype])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "latent"),
     [(5, 40), pytest.param(70, 40, marks=pytest.mark.slow), pytest.param(2, 300, marks=pytest.mark.slow)],
@@ -647,6 +654,7 @@ def test_pages_may_lie_past_2_to_the_31() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True)) and results[0][2].any()
 
 
+@pytest.mark.slow
 def test_sampling_rows_are_batch_invariant() -> None:
     count, width = 4, 4100  # two slices
     logits = randn(torch.float32, 1, count, width) * 3
@@ -671,6 +679,7 @@ def test_sampling_rows_are_batch_invariant() -> None:
     )
 
 
+@pytest.mark.slow
 def test_filters_keep_what_the_reference_keeps() -> None:
     """Ties, forbidden ids, rows of one value, and both sides of the largest top-k that is found slice by slice."""
     count, width = 11, 4500  # two slices

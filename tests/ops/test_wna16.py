@@ -60,6 +60,7 @@ def rounding(x: Tensor, weight: QuantizedRows) -> Tensor:
     return torch.cat(groups, 1)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [name for name in IMPLEMENTATIONS if name != "triton"])
 def test_rounded_activations(name: str, dtype: torch.dtype) -> None:

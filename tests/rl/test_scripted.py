@@ -39,6 +39,7 @@ def client(url: str) -> Iterator[rl.Client]:
         yield client
 
 
+@pytest.mark.slow
 def test_rollouts(client: rl.Client) -> None:
     rollouts = client.generate([[1], [2]], n=2, seeds=[3, 4])
     assert [(r.prompt_index, r.index) for r in rollouts] == [(0, 0), (0, 1), (1, 0), (1, 1)]

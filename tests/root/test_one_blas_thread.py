@@ -24,6 +24,7 @@ def imported(code: str, **variables: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "module", ["cli.serve", "features.fleet.api_server", "engine.process", "features.ranks.worker"]
 )
@@ -35,6 +36,7 @@ def test_variables_of_the_user_are_kept() -> None:
     assert imported(CODE.replace("MODULE", "engine.process"), **{VARIABLE: "2"}) == [str(min(2, CPUS)), "2"]
 
 
+@pytest.mark.slow
 def test_a_library_leaves_numpy_alone() -> None:
     """`from tokserve import LLM` may be the first import in a program that multiplies with numpy."""
     threads, variable = imported(CODE.replace("MODULE", "features.offline.llm, tokserve.client.async_llm"))

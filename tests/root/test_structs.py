@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import sys, threading
 import msgspec
@@ -33,6 +35,7 @@ print("decoded")
 """
 
 
+@pytest.mark.slow
 def test_threads_decode_into_any_class_at_once() -> None:
     """The script ends with a segmentation fault if `prepare_structs` is not called."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)

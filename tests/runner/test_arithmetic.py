@@ -37,6 +37,7 @@ def as_it_was() -> Iterator[None]:
     _C.select(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "options"),
     [pytest.param(*pair, marks=pytest.mark.slow if i > 1 else (), id=pair[0]) for i, pair in enumerate(OPTIONS)],

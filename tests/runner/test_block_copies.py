@@ -62,6 +62,7 @@ def results(engine: RealEngine) -> dict[str, Any]:
     return {rid: (received.tokens, received.logprobs, experts.get(rid)) for rid, received in engine.received.items()}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("backend", "family", "options"),
     [

@@ -55,6 +55,7 @@ def test_no_family_decodes_op_by_op(family: str, quantization: str | None, tmp_p
     assert captured(runner)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("family", "options"), OPTIONS, ids=[family for family, _ in OPTIONS])
 def test_captured_steps_have_the_bits_of_steps_run_op_by_op(
     family: str, options: dict[str, Any], tmp_path: Path

@@ -118,6 +118,7 @@ def test_bits_without_graphs_are_the_same(tmp_path: Path, alone: list[tuple[obje
     assert fake.captured == fake.replayed == 0
 
 
+@pytest.mark.slow
 def test_batching_changes_no_bit_of_a_float8_cache_of_half_the_memory(
     tmp_path: Path, references: dict[str, str]
 ) -> None:
@@ -130,6 +131,7 @@ def test_batching_changes_no_bit_of_a_float8_cache_of_half_the_memory(
     assert outcomes(Driver(runner, facts, seed=1).run(jobs()[:2], chunk=7)) == alone
 
 
+@pytest.mark.slow
 def test_a_float8_checkpoint_stays_float8(tmp_path: Path, references: dict[str, str]) -> None:
     write_checkpoint(tmp_path, tiny_config("qwen3", hidden_size=96))  # two groups
     quantize(tmp_path, QWEN, "block", "_scale_inv", torch.float32)
@@ -140,6 +142,7 @@ def test_a_float8_checkpoint_stays_float8(tmp_path: Path, references: dict[str, 
     assert outcomes(Driver(runner, facts, seed=1).run(jobs()[:2], chunk=7)) == alone
 
 
+@pytest.mark.slow
 def test_a_float8_checkpoint_can_be_served_in_the_models_dtype(tmp_path: Path, references: dict[str, str]) -> None:
     write_checkpoint(tmp_path, tiny_config("qwen3"))
     quantize(tmp_path, QWEN, "block", "_scale_inv", torch.float32)

@@ -408,6 +408,7 @@ def live(directory: Path, seed: int, length: int = 8) -> None:
         assert fresh.checksum(fresh.sums) == served.pushed.checksum, (seed, number, fault)
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faulty_deltas_change_nothing(fault: str, tmp_path: Path) -> None:
     served, generator = Served(tmp_path), random.Random(5)
@@ -432,6 +433,7 @@ def test_faulty_deltas_change_nothing(fault: str, tmp_path: Path) -> None:
     return None
 
 
+@pytest.mark.slow
 def test_random_chains(tmp_path: Path) -> None:
     for seed in range(6):
         live(tmp_path / str(seed), seed)

@@ -73,6 +73,7 @@ def some_drawn(seed: int) -> Callable[[Job], list[int]]:
     return lambda job: [DRAWN] * rng.randrange(6) if job.output else []
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("method", "backend", "dtype"),
     [

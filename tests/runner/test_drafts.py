@@ -66,6 +66,7 @@ class SomeRight:
         return [self._rng.randrange(VOCAB) if self._rng.random() < self._wrong else token for token in drafts]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("backend, dtype", [("host", "float32"), ("host", "bfloat16"), ("cuda", "float32")])
 def test_drafts_change_no_bit(loaded: Callable[..., Loaded], backend: str, dtype: str) -> None:
     runner, facts = loaded(backend, dtype)

@@ -102,6 +102,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("ending", ["Model", "ForSequenceClassification", "ForTokenClassification"])
 @pytest.mark.parametrize("family", ENCODERS)
 def test_results_equal_transformers_and_do_not_depend_on_the_batch(tmp_path: Path, family: str, ending: str) -> None:

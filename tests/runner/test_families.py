@@ -40,6 +40,7 @@ def run_all(directory: Path, family: str, **options: Any) -> tuple[dict[str, Any
     return results, engine.stats.preemptions
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("family", EVERY)
 def test_cache_batch_depth_and_preemption_change_no_bit(family: str, tmp_path: Path) -> None:
     known, _ = run_all(tmp_path / "one", family, depth=1, max_num_seqs=1, enable_prefix_caching=False)
@@ -137,6 +138,7 @@ LATER = {  # families whose tensors are named as those of others
 }
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=pytest.mark.slow) if name in LATER else name for name in NEW]
 )

@@ -151,6 +151,7 @@ def test_a_device_gets_a_spare_block_and_no_spare_state() -> None:
     assert shapes == [[(7, 4, 8)], [(5, 1, 16, 16)] * 2, [(7, 4, 8), (7, 2, 4, 4)]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_device_with_memory_of_its_own_changes_no_bit(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

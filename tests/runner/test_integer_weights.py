@@ -38,6 +38,7 @@ def checkpoint(directory: Path, form: str, seed: int) -> Path:
     return directory
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("way", [by_stream, by_shared_memory, by_gloo], ids=lambda way: way.__name__)
 @pytest.mark.parametrize(
     "form", [pytest.param(form, marks=[] if form == "mxfp4" else pytest.mark.slow) for form in FORMS]
@@ -58,6 +59,7 @@ def test_a_commit_equals_a_start_and_reports_what_it_received(tmp_path: Path, fo
     assert reported["checkpoint"].items() >= checksums(stored(new)).items()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("form", ["int4", "int8", "gptq", "mxfp4"])
 def test_a_device_with_memory_of_its_own_serves_them_as_a_cpu_does(
     tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch

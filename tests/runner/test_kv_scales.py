@@ -80,6 +80,7 @@ def pages(runner: Runner, layer: int) -> tuple[Tensor, Tensor]:
     return keys.float() * k_scale, values.float() * v_scale
 
 
+@pytest.mark.slow
 def test_batching_changes_no_bit_of_a_scaled_cache(tmp_path: Path) -> None:
     runner, facts, fake = start(scaled(tmp_path / "scaled"))
     alone = [outcomes([Driver(runner, facts, 8).run([job])[0]])[0] for job in jobs()]
@@ -94,6 +95,7 @@ def test_batching_changes_no_bit_of_a_scaled_cache(tmp_path: Path) -> None:
         assert 0.0 < (actual[:2] - expected[:2]).abs().max() <= 2**-4 * expected[:2].abs().max()
 
 
+@pytest.mark.slow
 def test_scales_keep_what_would_be_too_small(tmp_path: Path) -> None:
     """Keys and values a power of two smaller, with such scales and what undoes it beyond the cache: the same bits."""
     near, small = scaled(tmp_path / "near"), scaled(tmp_path / "small", 2**-12)
@@ -110,6 +112,7 @@ def test_scales_keep_what_would_be_too_small(tmp_path: Path) -> None:
     assert come_of(*start(small)[:2]) != expected  # all of it became zero
 
 
+@pytest.mark.slow
 def test_scales_are_of_no_use_to_another_cache(tmp_path: Path) -> None:
     scaled(tmp_path / "scaled"), write_checkpoint(tmp_path / "plain", HF)
     first, second = (start(tmp_path / name, kv_cache_dtype="auto") for name in ("scaled", "plain"))
@@ -117,6 +120,7 @@ def test_scales_are_of_no_use_to_another_cache(tmp_path: Path) -> None:
     assert first[0].background("checksums", {}) == second[0].background("checksums", {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", slow_after([by_stream, by_disk, by_shared_memory], 1), ids=lambda way: way.__name__)
 def test_an_update_brings_its_scales(tmp_path: Path, way: Callable[[Runner, dict[str, Tensor]], None]) -> None:
     old, new = scaled(tmp_path / "old"), scaled(tmp_path / "new", 3.0, seed=1)
@@ -136,6 +140,7 @@ def test_an_update_brings_its_scales(tmp_path: Path, way: Callable[[Runner, dict
     assert come_of(runner, facts) == come_of(unscaled, layout)
 
 
+@pytest.mark.slow
 def test_an_update_whose_scales_cannot_be_used_changes_nothing(tmp_path: Path) -> None:
     runner, facts, _ = start(scaled(tmp_path))
     before, tensors = come_of(runner, facts), stored(tmp_path)
@@ -150,6 +155,7 @@ def test_an_update_whose_scales_cannot_be_used_changes_nothing(tmp_path: Path) -
     assert come_of(runner, facts) == before
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_pages_in_flight_are_rescaled_to_the_new_scales(tmp_path: Path, in_place: bool) -> None:
     old, new = scaled(tmp_path / "old"), scaled(tmp_path / "new", 4.0)  # the same weights

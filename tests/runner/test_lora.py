@@ -95,6 +95,7 @@ def scores(runner: Runner, facts: DeviceFacts, ids: list[int], adapter: int) -> 
     return actual
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "qwen2", "gemma3_text"])
 def test_logprobs_are_those_of_transformers_with_merged_weights(family: str, tmp_path: Path) -> None:
     hf = tiny_config(family, **({"attention_bias": True, "mlp_bias": True} if family == "llama" else {}))
@@ -146,6 +147,7 @@ def test_layers_of_other_kinds_are_adapted_token_by_token(family: str, targets: 
         assert [row[0] for row in job.rows] == [row[0] for row in prefilled.prompt_rows.values()]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
 def test_batching_changes_no_bit(base: Path, adapters: list[Path], options: dict[str, Any]) -> None:
     runner, facts = loaded(base, adapters, **options)
@@ -178,6 +180,7 @@ def test_recorded_steps_with_adapters_have_the_bits_of_steps_run_op_by_op(base: 
     assert again != expected and outcomes(Driver(runner, facts).run(jobs())) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 def test_a_device_of_its_own_has_the_bits_of_the_cpu(
     base: Path, adapters: list[Path], monkeypatch: pytest.MonkeyPatch, eager: bool

@@ -103,6 +103,7 @@ def written(directory: Path, hf: dict[str, Any], weights: dict[str, Tensor]) -> 
     return checkpoint_of
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("family", "tensor", "stages"),
     [("qwen3", 2, 1), ("qwen3", 4, 1), ("qwen3", 1, 2), ("gemma3_text", 2, 2), ("phi3", 2, 1), ("qwen2", 4, 1)],

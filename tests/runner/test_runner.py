@@ -107,6 +107,7 @@ def outcomes(requests: list[Job]) -> list[tuple[Any, ...]]:
     return [job.outcome() for job in requests]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "dtype, family", [("float32", "qwen3"), ("bfloat16", "qwen3"), ("float16", "qwen3"), ("bfloat16", "mistral")]
 )
@@ -127,6 +128,7 @@ def test_batching_chunks_slots_and_preemption_change_no_bit(
     assert outcomes(Driver(runner, facts, seed=3).run(jobs(), preempt_after=preempt)) == alone
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("mode", ["raw", "temperature", "processed"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_scoring_gives_the_logprobs_of_decoding(loaded: Callable[..., Loaded], dtype: str, mode: Any) -> None:

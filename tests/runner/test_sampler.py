@@ -121,6 +121,7 @@ DISTRIBUTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_draws_follow_the_exact_distribution(name: str) -> None:
     params = SamplingParams(**DISTRIBUTIONS[name])
@@ -139,6 +140,7 @@ def test_draws_follow_the_exact_distribution(name: str) -> None:
         assert stats.chisquare(counts[possible], expected[possible] * counts.sum()).pvalue > 1e-3
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("bias", [1e3, 1e9, 1e30])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_draws_among_huge_logits_follow_the_reported_logprobs(bias: float, temperature: float) -> None:

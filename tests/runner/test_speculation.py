@@ -157,6 +157,7 @@ CROSSINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("options", slow_after(CROSSINGS, 3), ids=str)
 def test_speculation_changes_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
     crossed(tmp_path / "model", 3 + len(str(options)), 40, **options)

@@ -297,6 +297,7 @@ def crossed(root: Path, seed: int, count: int, arithmetic: dict[str, Any], sourc
     return len(actual)
 
 
+@pytest.mark.slow
 def test_a_few_requests_with_all_kinds_of_drafts(root: Path) -> None:
     assert crossed(root, 3, 12, {"dtype": "bfloat16"}, {"spec_method": "self-int8"}) >= 12
 

@@ -45,6 +45,7 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_read(
     assert "do not fit into 3.0 GiB, the container's limit (cgroup), of which 3.0 GiB are taken" in message
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_are_not_refused_where_they_fit(

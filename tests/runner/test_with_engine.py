@@ -110,6 +110,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return RealEngine(tmp_path_factory.mktemp("model") / "known", depth=1).run_all()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("backend", "depth", "blocks"),
     slow_cases(product(["host", "cuda"], [1, 2], [40, 18]), ("host", 1, 40), ("host", 2, 18), ("cuda", 2, 40)),

@@ -242,6 +242,7 @@ def test_all() -> None:
     play(scene)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("selector", [{"request_ids": ["cmpl-a"]}, {"group_id": "g"}, {"all": True}])
 def test_a_request_whose_text_is_being_tokenized(monkeypatch: pytest.MonkeyPatch, selector: dict[str, Any]) -> None:
     began, go_on = threading.Event(), threading.Event()

@@ -136,6 +136,7 @@ def plain(reply: dict[str, Any]) -> dict[str, Any]:
     return {"content": text["text"] or None, "reasoning": text["thinking"] or None, "calls": calls}
 
 
+@pytest.mark.some(11)
 @pytest.mark.parametrize(
     ("answer", "fields"), paired(ANSWERS, [{}, {"tools": TOOLS}, {"tools": TOOLS, "max_tokens": 7}])
 )

@@ -131,6 +131,7 @@ CONVERSATIONS: list[tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = [ 
 ]
 
 
+@pytest.mark.some(19)
 @pytest.mark.parametrize(("system", "messages", "chat"), CONVERSATIONS, ids=range(len(CONVERSATIONS)))
 @pytest.mark.parametrize("template", [HERMES, THINKER], ids=["hermes", "thinker"])
 def test_a_conversation_is_that_of_chat(template: str, system: Any, messages: Any, chat: Any) -> None:
@@ -520,6 +521,7 @@ GENERATION_REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.some(48)
 @pytest.mark.parametrize(("fields", "message"), CONVERSATIONS_REFUSED, ids=range(len(CONVERSATIONS_REFUSED)))
 def test_bad_conversations_are_refused_by_their_path(server: Site, fields: dict[str, Any], message: str) -> None:
     body = {name: value for name, value in (BODY | {"max_tokens": 2000} | fields).items() if value is not None}

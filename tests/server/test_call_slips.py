@@ -94,6 +94,7 @@ SHORT = [text for text in NOT_JSON if len(text) < 400]
 FEW = 3  # of several texts: tests/text reads all of them, and the slow tests on every route
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("arguments", slow_after(SHORT, FEW))
 def test_a_call_that_is_not_json_is_complete_on_no_route(server: tuple[Site, str], arguments: str) -> None:
     s, call = server
@@ -122,6 +123,7 @@ def test_numbers_come_as_the_model_wrote_them(server: tuple[Site, str]) -> None:
     assert f'"input":{text}' in answer.text and answer.json()["stop_reason"] == "tool_use"
 
 
+@pytest.mark.some(2)
 def test_a_call_that_is_cut_off_is_not_complete(server: tuple[Site, str]) -> None:
     s, call = server
     text = call % '{"path": "a.py", "content": "print(1)"}'
@@ -148,6 +150,7 @@ def test_a_call_that_can_be_read_is_complete_beside_one_that_cannot() -> None:
         assert {"type": "text", "text": bad} in answers[MESSAGES]["content"]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("count", [2, pytest.param(12, marks=pytest.mark.slow)])
 def test_mutated_calls_have_what_the_model_wrote_or_are_not_complete(server: tuple[Site, str], count: int) -> None:
     s, call = server
@@ -168,6 +171,7 @@ CODER_CALL = "<tool_call>\n<function=write>\n<parameter=path>\n%s\n</parameter>\
 VALUES = ["ends with </parameter> here.", "a\n<parameter=other>\nb", "line1\nline2", "</tool_call>", 'say "hi"']
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("value", slow_after(VALUES, FEW))
 def test_values_of_elements_are_whole_on_every_route(value: str) -> None:
     """F5 b: half a value was an object on /v1/messages."""

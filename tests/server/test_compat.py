@@ -133,6 +133,7 @@ def ask(s: Site, route: str, name: str, value: Any) -> Any:
     return s.post(route, ROUTES[route][1] | body | {outer: INSIDE.get(outer, {}) | {inner: value} if inner else value})
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("route", ROUTES)
 def test_the_routes_keep_to_the_table(route: str) -> None:
     lenient, strict = site(says("a")), site(says("a"), strict=True)

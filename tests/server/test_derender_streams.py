@@ -77,6 +77,7 @@ def parts_of(choice: dict[str, Any], cuts: list[int]) -> list[dict[str, Any]]:
     return [*parts[:-1], parts[-1] | {name: choice[name] for name in names}]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("text", "template", "fields"), CASES, ids=range(len(CASES)))
 def test_joined_chunks_are_the_chat_reply_at_every_cut(text: str, template: str, fields: dict[str, Any]) -> None:
     s = chat_site(text, template)

@@ -49,6 +49,7 @@ def served(output: Output, **options: Any) -> Site:
     return chat_site(output.text, templates[0], **options) if templates else chat_site(output.text, **names, **options)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("output", CALLING, ids=lambda output: output.family)
 def test_the_calls_of_a_family_on_every_route(output: Output) -> None:
     s = served(output)

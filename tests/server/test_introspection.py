@@ -187,6 +187,7 @@ def paths(s: Site) -> list[tuple[str, str]]:
     return [(route.path.replace("{id:path}", "tiny"), method) for route in s.app.routes for method in route.methods]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dialect", [False, True])
 def test_every_route_but_the_public_ones_needs_a_key(dialect: bool) -> None:
     s = locked(sglang_api=dialect)

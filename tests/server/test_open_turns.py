@@ -68,6 +68,7 @@ ROWS: list[Row] = [
 ]
 
 
+@pytest.mark.some(11)
 @pytest.mark.parametrize(("parser", "template", "messages", "fields", "text", "reasoning", "content"), ROWS)
 def test_chat_reads_the_open_turn(
     parser: str,

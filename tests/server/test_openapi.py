@@ -106,6 +106,7 @@ def test_replies_of_the_token_routes_are_described(server: Site, schemas: dict[s
     assert set(choice_schema["required"]) <= set(reply["choices"][0]) <= set(choice_schema["properties"])
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
 def test_the_document_is_of_the_routes_that_are_served(options: dict[str, Any]) -> None:
     running = site(**options)

@@ -321,6 +321,7 @@ def test_a_head_that_a_proxy_may_read_in_another_way_is_refused(head: bytes, sta
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_requests_behind_others_are_parsed_when_those_are_answered() -> None:
     """Ten thousand in one packet: kilobytes each, and milliseconds for every hundred."""
     most = 0

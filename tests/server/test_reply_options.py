@@ -108,6 +108,7 @@ def test_ids_of_refused_and_of_odd_requests() -> None:
     assert answer.headers.get_list("x-request-id") == ["of the body"]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [*BODIES, "/v1/responses"])
 def test_the_load_is_in_a_header_on_request(path: str, stream: bool) -> None:

@@ -112,6 +112,7 @@ ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("bodies", "answers"), in_turns(ASKED, ANSWERS, 3))
 def test_streamed_whole_and_chat_are_the_same(
     bodies: tuple[dict[str, Any], dict[str, Any]], answers: list[str], reader: Site
@@ -216,6 +217,7 @@ THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type"
 HI = {"role": "user", "content": "hi"}
 
 
+@pytest.mark.some(9)
 @pytest.mark.parametrize(
     ("body", "messages"),
     [

@@ -117,6 +117,7 @@ def calls(s: Site) -> list[tuple[str, dict[str, Any]]]:
     return [call for call in s.llm.commands if call[0] not in ("ping", "stats")]
 
 
+@pytest.mark.some(27)
 @pytest.mark.parametrize("method", ["POST", "PUT"])
 @pytest.mark.parametrize(("path", "sent", "commands"), ROUTES, ids=lambda value: str(value)[:40])
 def test_each_route_is_calls_of_the_engine(path: str, sent: Any, commands: Any, method: str) -> None:

@@ -157,6 +157,7 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("fields", "answers"), in_turns(ASKED, ANSWERS, 4))
 def test_streamed_whole_and_derendered_are_the_same(fields: dict[str, Any], answers: list[str], reader: Site) -> None:
     s = reader

@@ -341,6 +341,7 @@ def test_sessions_belong_to_their_key() -> None:
     assert server.get("/sessions").status_code == 401
 
 
+@pytest.mark.slow
 def test_bounds_are_named() -> None:
     server = agents_site("A", max_sessions=2)
     body = {"messages": [{"role": "user", "content": "q"}]}

@@ -36,6 +36,7 @@ def choice(response: httpx.Response) -> dict[str, Any]:
     return actual
 
 
+@pytest.mark.slow
 def test_tokens_and_logprobs(server: ScriptedServer) -> None:
     reply = generate(server, ScriptedReply([5, 6, 7], [-0.5, -0.25, -2.0]), request_id="of the client")
     actual = choice(reply)
@@ -66,6 +67,7 @@ def test_logits_that_are_not_finite(server: ScriptedServer) -> None:
     assert (actual["token_ids"], actual["finish_reason"], actual["stop_detail"]["kind"]) == ([5, 6], "error", "nan")
 
 
+@pytest.mark.slow
 def test_a_reply_follows_the_form_of_its_request(server: ScriptedServer) -> None:
     ids = {
         letter: httpx.post(server.url + "/tokenize", json={"prompt": letter}).json()["tokens"][0] for letter in "yesa"
@@ -152,6 +154,7 @@ def test_prompt_logprobs(server: ScriptedServer) -> None:
     assert reply["prompt_logprobs"]["token_logprobs"] == [-1.0, -1.0]
 
 
+@pytest.mark.slow
 def test_a_list_is_used_in_order() -> None:
     with scripted_server([ScriptedReply([5]), ScriptedReply([6])], tokens_only=True) as running:
         body = {"token_ids": [10], "sampling_params": {"max_tokens": 1}}

@@ -36,6 +36,7 @@ def run(detokenizer: Detokenizer, parts: list[list[int]]) -> tuple[list[str], St
     return [*deltas, text], actual or hit
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("skip", [True, False])
 @settings(derandomize=True, max_examples=30, deadline=None)

@@ -45,6 +45,7 @@ def calls(pieces: Pieces) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.some(20)
 @FAMILIES
 def test_an_output_is_parsed_in_the_same_way_however_it_arrives(output: Output) -> None:
     text, num_calls = output.text, len(calls(output.pieces))
@@ -56,6 +57,7 @@ def test_an_output_is_parsed_in_the_same_way_however_it_arrives(output: Output) 
         assert read(parser(output, whole_calls=whole_calls), *text) == output.pieces
 
 
+@pytest.mark.some(24)
 @FAMILIES
 def test_a_call_is_complete_only_when_all_of_its_arguments_have_arrived(output: Output) -> None:
     expected = [(name, json.loads(arguments)) for name, arguments in calls(output.pieces)]

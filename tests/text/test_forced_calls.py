@@ -113,6 +113,7 @@ def test_every_form_that_is_no_plain_object_has_its_grammar() -> None:
     assert set(WRITTEN) == {form.name for form in TOOL_FORMATS if not form.is_json}
 
 
+@pytest.mark.some(14)
 @FORMS
 def test_the_grammar_takes_what_the_family_writes(compilers: dict[str, Compiler], form: str) -> None:
     text = WRITTEN[form]

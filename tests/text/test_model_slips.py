@@ -189,6 +189,7 @@ READ: list[tuple[str, str, Said]] = [
 ]
 
 
+@pytest.mark.some(20)
 @pytest.mark.parametrize(("form", "text", "pieces"), READ)
 def test_what_can_be_read_is_read_as_it_was_meant(form: str, text: str, pieces: Said) -> None:
     num_calls = sum(kind == "call" for kind, _ in pieces)
@@ -326,6 +327,7 @@ def written(rng: random.Random, form: str) -> tuple[str, list[Any]]:
 MUTATIONS = [*"\"\\{}[],:\n\t'x1", "NaN", "\\ud83c", "\\u", "1e400", "</tool_call>", "<tool_call>", "[TOOL_CALLS]", "é"]
 
 
+@pytest.mark.slow
 def test_of_mutated_calls_none_is_said_to_be_complete_but_with_what_the_model_wrote() -> None:
     """F1: a call that is complete has the object that was written, or JSON at least if it was changed; the others are
     no calls, or not complete; and it does not matter how the text arrives."""
@@ -364,6 +366,7 @@ def test_of_mutated_calls_none_is_said_to_be_complete_but_with_what_the_model_wr
             assert "".join(piece for _, piece in pieces) == text or options["thinking"]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("form", "piece"),
     [

@@ -319,6 +319,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("piece", "end"), HOSTILE)
 def test_parsing_takes_linear_time(piece: str, end: str) -> None:
     """What any client may send to derender: minutes, if what turned out to be no call were read anew."""

@@ -86,6 +86,7 @@ def takes(compiler: Compiler, kind: str, form: StructuredOutputs, text: str, *, 
     return bool(matcher.bits[0] & 1)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("name", "kind"), paired(list(ANSWERS), KINDS))
 def test_the_form_begins_after_the_thought(compilers: dict[str, Compiler], kind: str, name: str) -> None:
     answer, right, wrong = ANSWERS[name]

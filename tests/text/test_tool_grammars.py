@@ -191,6 +191,7 @@ def test_calls_are_taken_as_the_model_writes_them(compilers: dict[str, Compiler]
         assert not takes(compilers[marks], marks, form, ANSWERS["json"][0], text[:-1])
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize("kind", ANSWERS)
 @pytest.mark.parametrize("form", NAMES)
 def test_answers_of_every_form_are_taken(compilers: dict[str, Compiler], form: str, kind: str) -> None:

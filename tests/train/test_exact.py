@@ -56,6 +56,7 @@ def assert_equal(model: Any, rows: list[list[int]], expected: list[Tensor], **op
         assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_logprobs_are_the_servers(family: Path, dtype: str) -> None:
     policy = PolicyModel.from_pretrained(family, dtype=dtype)
@@ -115,6 +116,7 @@ def test_gradients(dtype: str, checkpointing: bool, tmp_path: Path) -> None:
         assert cosine(gradients[name], master.grad) > (0.99999 if dtype == "float32" else 0.99), name  # type: ignore[arg-type]
 
 
+@pytest.mark.some(3)
 @DTYPES
 def test_the_loss_and_its_gradients_are_near_to_transformers(family: Path, dtype: str) -> None:
     ids, mask = padded(rollouts(), "right")
@@ -310,6 +312,7 @@ def test_no_argument_is_ignored_that_would_change_the_result() -> None:
             model(ids, **option)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("way", ["wrapped", "in_place"])
 def test_a_compiled_model_has_the_same_bits(way: str) -> None:

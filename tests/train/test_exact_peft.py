@@ -61,6 +61,7 @@ def served(directory: Path, model: Any, dtype: str) -> PolicyModel:
     return policy
 
 
+@pytest.mark.some(2)
 @DTYPES
 @pytest.mark.parametrize(
     "config", [{}, {"use_rslora": True, "rank_pattern": {"v_proj": 7}, "alpha_pattern": {"o_proj": 3}}]

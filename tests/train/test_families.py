@@ -93,6 +93,7 @@ def test_a_family_that_runs_as_transformers_module_is_refused_by_name(tmp_path: 
         PolicyModel.from_pretrained(tmp_path, dtype="float32")
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", EVERY)
 def test_logprobs_equal_the_decoders(name: str, dtype: str, tmp_path: Path) -> None:
@@ -212,6 +213,7 @@ RANDOM = [
 DROPOUTS = ("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("family", "seed"), RANDOM)
 def test_random_configurations(family: str, seed: int, tmp_path: Path) -> None:
     """The policy has the decoder's bits and transformers' gradients, and an exact model of padded rows has both."""

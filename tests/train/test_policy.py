@@ -65,6 +65,7 @@ def weights(row: Tensor) -> Tensor:
     return torch.linspace(-1.0, 2.0, len(row), dtype=row.dtype)
 
 
+@pytest.mark.some(4)
 @DTYPES
 def test_logprobs_equal_the_decoders(family: Path, dtype: str) -> None:
     policy = PolicyModel.from_pretrained(family, dtype=dtype)
@@ -76,6 +77,7 @@ def test_logprobs_equal_the_decoders(family: Path, dtype: str) -> None:
         assert torch.equal(logprobs, expected(family, dtype, row, start))
 
 
+@pytest.mark.some(2)
 @DTYPES
 def test_how_rows_are_cut_changes_no_bit(family: Path, dtype: str) -> None:
     policy = PolicyModel.from_pretrained(family, dtype=dtype)
@@ -94,6 +96,7 @@ def test_how_rows_are_cut_changes_no_bit(family: Path, dtype: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(alone, expected, strict=True))
 
 
+@pytest.mark.some(3)
 @DTYPES
 def test_gradients_are_near_to_float64(family: Path, dtype: str) -> None:
     policy = PolicyModel.from_pretrained(family, dtype=dtype)
@@ -184,6 +187,7 @@ def test_gradients_of_trees_and_of_recomputed_blocks(name: str, dtype: str, tmp_
         assert error < (1e-5 if dtype == "float32" else 3e-2), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("activation_bytes", "name", "dtype"),
     [

@@ -81,6 +81,7 @@ def assert_equal(policy: PolicyModel, rollouts: list[Rollout], **options: Any) -
         assert row.tolist() == rollout.logprobs.tolist()
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0**-9])
 def test_decoded_logprobs(server: Served, policy: PolicyModel, mode: str, temperature: float) -> None:
@@ -167,6 +168,7 @@ def test_prompt_logprobs(server: Served, policy: PolicyModel) -> None:
     assert np.float32(scored[-149:]).tolist() == actual.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype", "steps", "delta"),
     [
@@ -220,6 +222,7 @@ def test_steps_with_pushes(family: str, dtype: str, steps: int, delta: bool, tmp
         in_client(server, scene)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_an_adapter_trained_here_and_served_there(dtype: str, tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "base", tiny_config("llama"))

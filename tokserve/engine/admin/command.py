@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -73,11 +74,18 @@ def _handlers(owners: Iterable[object]) -> dict[str, Callable[..., Any]]:
     """The marked methods of the owners, by the names of their commands."""
     handlers: dict[str, Callable[..., Any]] = {}
     for owner in owners:
-        for attribute, value in inspect.getmembers_static(type(owner), inspect.isfunction):
-            if hasattr(value, "command"):
-                assert value.command not in handlers, f"two commands {value.command}"
-                handlers[value.command] = getattr(owner, attribute)
+        kind: type = type(owner)
+        for name, attribute in _marked_methods(kind):
+            assert name not in handlers, f"two commands {name}"
+            handlers[name] = getattr(owner, attribute)
     return handlers
+
+
+@cache
+def _marked_methods(kind: type) -> list[tuple[str, str]]:
+    """The commands that a class implements, and the names of their methods."""
+    members = inspect.getmembers_static(kind, inspect.isfunction)
+    return [(value.command, attribute) for attribute, value in members if hasattr(value, "command")]
 
 
 class Prepare(msgspec.Struct, forbid_unknown_fields=True):
