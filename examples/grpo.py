@@ -93,7 +93,7 @@ class Rollouts:
     """Groups of rollouts, generated in the background: at most `limit` are in flight or wait to be trained on."""
 
     def __init__(self, client: TokserveClient, options: argparse.Namespace) -> None:
-        self._client, self._samples = client, options.samples
+        self._client, self._samples, self._shots = client, options.samples, options.shots
         self._tokenizer = AutoTokenizer.from_pretrained(DEMO_DIR)
         self._rng = random.Random(options.seed)
         self._room = asyncio.Semaphore(options.prompts * (1 + options.lag))
@@ -105,7 +105,7 @@ class Rollouts:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await self._room.acquire()
-                tasks.create_task(self._generate("".join(self._rng.choices(string.ascii_lowercase, k=LETTERS))))
+                tasks.create_task(self._generate(self._word()))
 
     async def take(self, count: int) -> list[Group]:
         """The next groups that are complete."""
@@ -116,8 +116,21 @@ class Rollouts:
         for _ in range(count):
             self._room.release()
 
+    def _word(self) -> str:
+        return "".join(self._rng.choices(string.ascii_lowercase, k=LETTERS))
+
+    def _chat(self, word: str) -> list[dict[str, str]]:
+        """The task, behind as many solved ones as were asked for."""
+        chat = []
+        for each in [*(self._word() for _ in range(self._shots)), word]:
+            chat += [
+                {"role": "user", "content": f"Reverse the word {each}."},
+                {"role": "assistant", "content": each[::-1]},
+            ]
+        return chat[:-1]
+
     async def _generate(self, word: str) -> None:
-        chat = [{"role": "user", "content": f"Reverse the word {word}."}]
+        chat = self._chat(word)
         prompt = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
         rollouts = await self._client.generate(
             [prompt],
@@ -246,6 +259,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--prompts", type=int, default=8, help="groups of a step")
     parser.add_argument("--samples", type=int, default=16, help="rollouts of a group")
+    parser.add_argument("--shots", type=int, default=0, help="solved examples in each prompt, about 50 tokens each")
     parser.add_argument("--lag", type=int, default=1, help="steps that rollouts may be behind; 0: generate, then train")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)

@@ -20,7 +20,7 @@ from tokserve.server.tokens.generate_body import GenerateBody
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LONGER = {
-    "grpo.py": 260,
+    "grpo.py": 275,
     "agent_grpo.py": 145,
     "rl_loop.py": 125,
     "disaggregated.py": 130,
