@@ -9,7 +9,7 @@ its record says, and none if that is negative.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +25,7 @@ Task = SamplingParams | PoolingParams
 
 LOGPROBS = "logprobs"  # names of the columns and values that the core has
 PROMPT_LOGPROBS = "prompt_logprobs"
+NUMBER_BYTES = 24  # of a number in a reply's JSON, with what stands around it, about
 
 
 class ColumnRows(msgspec.Struct, frozen=True):
@@ -130,6 +131,16 @@ class Collector(Protocol):
         """The value as it is sent, of a request with so many tokens of prompt and output; None: there is none."""
 
 
+class ReplyLimits(NamedTuple):
+    """What bounds the values of a reply: tokens of a context, ids of the vocabulary, items of a record, and the facts
+    of the loaded model."""
+
+    context: int
+    vocab_size: int
+    max_items: int
+    facts: Mapping[str, Any]
+
+
 @dataclass(frozen=True)
 class ColumnSpec:
     """Declares values per new token.
@@ -138,7 +149,8 @@ class ColumnSpec:
     None: it asks for none.  `count`: a number of rows that is summed up over a choice's tokens, for its last output.
     `result`: attributes of the Python API's outputs, from a `ChoiceOutput`; none if that does not have the column.
     `source`: the import string of the class that computes the records (see `runner.columns.TokenSource`).  `reply`: the
-    import string of what replies write (see `server.replies.fields.FieldWriter`).
+    import string of what replies write (see `server.replies.fields.FieldWriter`).  `asked_by`: the sampling parameter
+    that asks for it.  `token_bytes`: the most bytes that a reply has of a token, about.
     """
 
     name: str
@@ -147,6 +159,8 @@ class ColumnSpec:
     result: Callable[[Any], dict[str, Any]] | None = None
     source: str = ""
     reply: str = ""
+    asked_by: str = ""
+    token_bytes: Callable[[SamplingParams, ReplyLimits], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -155,7 +169,8 @@ class ValueSpec:
 
     `collect`: makes the collector, for a task and the length of its prompt, of values that steps bring; None: a feature
     of the engine sets it.  `read`: the value as outputs have it, from what was sent and the number of tokens of prompt
-    and output.  `result`, `reply`: as in `ColumnSpec`.
+    and output.  `result`, `reply`, `asked_by`: as in `ColumnSpec`.  `choice_bytes`: the most bytes that a reply, or the
+    last event of a stream, has of a choice with so many tokens of prompt and output, about.
     """
 
     name: str
@@ -163,3 +178,5 @@ class ValueSpec:
     read: Callable[[Any, int], Any] = lambda value, num_tokens: value
     result: Callable[[Any], dict[str, Any]] | None = None
     reply: str = ""
+    asked_by: str = ""
+    choice_bytes: Callable[[SamplingParams, int, ReplyLimits], int] | None = None

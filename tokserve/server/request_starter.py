@@ -19,6 +19,7 @@ from tokserve.client.generation_config import capped
 from tokserve.client.inputs import POOLS, GenerateRequest, bare_id, token_prompt
 from tokserve.client.request_state import RequestState
 from tokserve.config import Config
+from tokserve.protocol.columns import ReplyLimits
 from tokserve.protocol.kv_transfer import transfer_params
 from tokserve.protocol.messages import Ready
 from tokserve.protocol.params import PoolingParams, SamplingParams
@@ -282,19 +283,17 @@ class RequestStarter:
     ) -> None:
         """`tasks`: one for all prompts, or one per prompt."""
         ready = self._llm.ready
+        limits = ReplyLimits(ready.max_model_len, ready.vocab_size, self._config.model.max_sampling_mask, ready.facts)
         size = 0
         for index, params in enumerate(tasks):
             prompts = states if len(tasks) == 1 else states[index : index + 1]
             size += reply_size.reply_bytes(
                 [state.prompt_len for state in prompts],
-                params,
-                ready.max_model_len,
-                ready.vocab_size,
+                self._model.with_masks(params),
+                limits,
                 stream=generate.options.stream,
                 score_each=generate.score_each,
                 entry_bytes=entry_bytes,
-                max_mask=self._config.model.max_sampling_mask if self._model.has_masks(params) else 0,
-                routed_bytes=ready.facts.get("routed_bytes", 0),
             )
         try:
             reply_size.check_reply_size(size, self._config.limits.max_reply_bytes, tasks[-1])

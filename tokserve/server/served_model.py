@@ -69,14 +69,13 @@ class ServedModel:
 
     def columns_of(self, params: SamplingParams) -> tuple[str, ...]:
         """The columns, besides logprobs, that the replies to a request with these parameters have."""
-        task = msgspec.structs.replace(params, return_sampling_mask=self.has_masks(params))
-        return tuple([name for name in asked_columns(task) if name != LOGPROBS])
+        return tuple([name for name in asked_columns(self.with_masks(params)) if name != LOGPROBS])
 
-    def has_masks(self, params: SamplingParams) -> bool:
-        """Whether a request with these parameters returns sampling masks."""
-        if params.return_sampling_mask is None:
-            return self._config.model.return_sampling_mask
-        return params.return_sampling_mask
+    def with_masks(self, params: SamplingParams) -> SamplingParams:
+        """The parameters, which ask for sampling masks if they leave that to the server and it returns them."""
+        if params.return_sampling_mask is not None:
+            return params
+        return msgspec.structs.replace(params, return_sampling_mask=self._config.model.return_sampling_mask)
 
     @property
     def fingerprint(self) -> str:

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tokserve.protocol.columns import Task, ValueSpec
+from tokserve.protocol.columns import ReplyLimits, Task, ValueSpec
 from tokserve.protocol.params import RoutedFormat, SamplingParams
 
 if TYPE_CHECKING:
@@ -85,6 +85,19 @@ def _result(output: ChoiceOutput) -> dict[str, Any]:
     return {NAME: output.values[NAME].ids} if NAME in output.values else {}
 
 
+def _choice_bytes(params: SamplingParams, num_tokens: int, limits: ReplyLimits) -> int:
+    """The size of the ids in base64; 0 if the server returns none."""
+    positions = max(0, num_tokens - params.routed_experts_prompt_start)
+    return int(positions * limits.facts.get("routed_bytes", 0)) * 4 // 3
+
+
 SPECS = (
-    ValueSpec(NAME, RoutedCollector, read=_read, result=_result, reply="tokserve.families.mixtures.reply:RoutedWriter"),
+    ValueSpec(
+        NAME,
+        RoutedCollector,
+        read=_read,
+        result=_result,
+        reply="tokserve.families.mixtures.reply:RoutedWriter",
+        choice_bytes=_choice_bytes,
+    ),
 )

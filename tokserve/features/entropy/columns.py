@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tokserve.protocol.columns import Column, ColumnSpec, RecordForm, Task
+from tokserve.protocol.columns import NUMBER_BYTES, Column, ColumnSpec, RecordForm, Task
 from tokserve.protocol.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -39,5 +39,7 @@ SPECS = (
         result=_result,
         source="tokserve.features.entropy.source:EntropySource",
         reply="tokserve.features.entropy.reply:EntropyWriter",
+        asked_by="return_entropy",
+        token_bytes=lambda params, limits: NUMBER_BYTES,
     ),
 )

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tokserve.protocol.columns import Task, ValueSpec
+from tokserve.protocol.columns import ReplyLimits, Task, ValueSpec
 from tokserve.protocol.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -73,6 +73,14 @@ def _result(output: ChoiceOutput) -> dict[str, Any]:
     return {NAME: output.values[NAME]} if NAME in output.values else {}
 
 
+def _choice_bytes(params: SamplingParams, num_tokens: int, limits: ReplyLimits) -> int:
+    """The size of the states in base64."""
+    if params.hidden_states is None:
+        return 0
+    num_states = len(params.hidden_states.positions) * len(params.hidden_states.layers)
+    return int(num_states * limits.facts.get("hidden_state_bytes", 0)) * 4 // 3
+
+
 SPECS = (
     ValueSpec(
         NAME,
@@ -80,5 +88,7 @@ SPECS = (
         read=_read,
         result=_result,
         reply="tokserve.features.hidden_states.reply:StateWriter",
+        asked_by=NAME,
+        choice_bytes=_choice_bytes,
     ),
 )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tokserve.protocol.columns import Column, ColumnRows, ColumnSpec, RecordForm, Task
+from tokserve.protocol.columns import NUMBER_BYTES, Column, ColumnRows, ColumnSpec, RecordForm, ReplyLimits, Task
 from tokserve.protocol.params import MASK_TOO_LONG, SamplingParams
 
 if TYPE_CHECKING:
@@ -74,6 +74,16 @@ def _result(output: ChoiceOutput) -> dict[str, Any]:
     return result
 
 
+def _token_bytes(params: SamplingParams, limits: ReplyLimits) -> int:
+    """The logprobs of a mask and its ids, whose JSON is made while it is sent."""
+    most = min(limits.max_items, limits.vocab_size)
+    if params.temperature == 0.0:
+        most = 1
+    elif params.top_k > 0:
+        most = min(most, params.top_k)
+    return 2 * NUMBER_BYTES + 4 * most
+
+
 SPECS = (
     ColumnSpec(
         NAME,
@@ -82,5 +92,7 @@ SPECS = (
         result=_result,
         source="tokserve.features.masks.source:MaskSource",
         reply="tokserve.features.masks.reply:MaskWriter",
+        asked_by="return_sampling_mask",
+        token_bytes=_token_bytes,
     ),
 )

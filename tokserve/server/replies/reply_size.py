@@ -5,34 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokserve.base.errors import RequestError
+from tokserve.protocol.column_table import asked_columns, column_specs, output_specs, value_specs
+from tokserve.protocol.columns import NUMBER_BYTES, ReplyLimits
 from tokserve.protocol.logprobs import prompt_width
 from tokserve.protocol.params import SamplingParams
 
 OBJECT_BYTES = 96  # JSON of a token with its logprob, or of an alternative, as an object
-COLUMN_BYTES = 24  # the same in columns
-MASK_ID_BYTES = 4  # of an id in a sampling mask; its JSON is made while it is sent
+COLUMN_BYTES = NUMBER_BYTES  # the same in columns
 TOKEN_BYTES = 16  # JSON of an id and its text
 
 
 def reply_bytes(
     lengths: Sequence[int],
     params: SamplingParams,
-    context: int,
-    vocab_size: int,
+    limits: ReplyLimits,
     *,
     stream: bool,
     score_each: bool,
     entry_bytes: int,
-    max_mask: int = 0,
-    routed_bytes: int = 0,
 ) -> int:
     """An upper estimate in bytes.  `lengths`: of the prompts, in tokens; `entry_bytes`: of a logprob in the reply's
-    format; `max_mask`: most ids of a sampling mask, 0 if there are none; `routed_bytes`: of the routed experts of a
-    position.  Of a stream only the prompts' logprobs and the routed experts count, which are sent at once."""
+    format.  Of a stream only the prompts' logprobs and values of whole choices count, which are sent at once."""
+    context, vocab_size = limits.context, limits.vocab_size
     repeats = params.n if score_each else 1
     per_token = TOKEN_BYTES + _output_entries(params, vocab_size) * entry_bytes
-    if max_mask:
-        per_token += 2 * COLUMN_BYTES + _mask_ids(params, min(max_mask, vocab_size)) * MASK_ID_BYTES
+    for name in asked_columns(params):
+        token_bytes = column_specs()[name].token_bytes
+        per_token += 0 if token_bytes is None else token_bytes(params, limits)
     total = 0
     longest = context if params.max_tokens is None else params.max_tokens
     for length in lengths:
@@ -42,19 +41,13 @@ def reply_bytes(
         if params.prompt_logprobs is not None:
             rows = max(0, length - max(1, params.prompt_logprobs_start))
             total += repeats * rows * (1 + _width(params.prompt_logprobs, vocab_size)) * entry_bytes
-        if routed_bytes:
-            positions = min(length + longest, context) - params.routed_experts_prompt_start
-            total += params.n * max(0, positions) * routed_bytes * 4 // 3  # in base64
+        for spec in value_specs().values():
+            if spec.choice_bytes is not None:
+                total += params.n * spec.choice_bytes(params, min(length + longest, context), limits)
         if not stream:
             tokens = min(longest, max(0, context - length))
             total += params.n * tokens * per_token
     return total
-
-
-def _mask_ids(params: SamplingParams, limit: int) -> int:
-    if params.temperature == 0.0:
-        return 1
-    return min(limit, params.top_k) if params.top_k > 0 else limit
 
 
 def _output_entries(params: SamplingParams, vocab_size: int) -> int:
@@ -72,7 +65,8 @@ def check_reply_size(size: int, limit: int, params: SamplingParams) -> None:
     """Raise `RequestError` for a reply of more than `limit` bytes."""
     if size <= limit:
         return
-    names = ("return_sampling_mask", "prompt_logprobs", "prompt_logprob_token_ids", "logprobs")
+    of_rooms = [spec.asked_by for spec in output_specs() if spec.asked_by]
+    names = (*of_rooms, "prompt_logprobs", "prompt_logprob_token_ids", "logprobs")
     at_fault = [name for name in names if getattr(params, name) not in (None, False)]
     raise RequestError(
         f"the reply may have {size >> 20} MiB, above the limit of {limit >> 20} (--max-reply-bytes): request fewer "
