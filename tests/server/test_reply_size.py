@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,14 +10,18 @@ import pytest
 from tokserve.base.errors import RequestError
 from tokserve.protocol.columns import ReplyLimits
 from tokserve.protocol.params import HiddenStateChoice, SamplingParams
-from tokserve.server.replies.reply_size import OBJECT_BYTES, check_reply_size, reply_bytes
+from tokserve.server.replies.reply_size import OBJECT_BYTES, check_reply_size, reply_sizes
 
 LIMITS = ReplyLimits(context=1000, vocab_size=5000, max_items=50, facts={})
 
 
 def size_of(limits: ReplyLimits = LIMITS, *, stream: bool = False, **params: Any) -> int:
     task = SamplingParams(max_tokens=100, **params)
-    return reply_bytes([20], task, limits, stream=stream, score_each=False, entry_bytes=OBJECT_BYTES)
+    return sizes_of(task, limits, stream=stream).total()
+
+
+def sizes_of(task: SamplingParams, limits: ReplyLimits, *, stream: bool = False) -> Counter[str]:
+    return reply_sizes([20], task, limits, stream=stream, score_each=False, entry_bytes=OBJECT_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -45,18 +50,27 @@ def test_values_of_a_choice_count_in_a_stream_too() -> None:
     assert size_of(states, stream=True) == 0
 
 
+STATES = HiddenStateChoice(positions=list(range(100)), layers=[1])
+
+
 @pytest.mark.parametrize(
     ("params", "field"),
     [
         ({}, "n"),
         ({"return_entropy": True}, "return_entropy"),
         ({"return_sampling_mask": True}, "return_sampling_mask"),
-        ({"hidden_states": HiddenStateChoice(positions=[0], layers=[1])}, "hidden_states"),
+        ({"hidden_states": STATES}, "hidden_states"),
+        ({"hidden_states": STATES, "logprobs": 0}, "hidden_states"),
         ({"return_entropy": True, "logprobs": 3}, "logprobs"),
+        ({"logprob_token_ids": [4, 5]}, "logprob_token_ids"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1, "logprobs": 3}, "logprobs"),
     ],
 )
-def test_the_error_names_what_makes_the_reply_large(params: dict[str, Any], field: str) -> None:
-    check_reply_size(1 << 20, 1 << 20, SamplingParams(**params))
-    with pytest.raises(RequestError, match="2 MiB, above the limit of 1") as caught:
-        check_reply_size(2 << 20, 1 << 20, SamplingParams(**params))
+def test_the_error_names_what_takes_most(params: dict[str, Any], field: str) -> None:
+    limits = LIMITS._replace(facts={"hidden_state_bytes": 8192})
+    sizes = sizes_of(SamplingParams(max_tokens=100, **params), limits)
+    check_reply_size(sizes, sizes.total())
+    with pytest.raises(RequestError, match="--max-reply-bytes") as caught:
+        check_reply_size(sizes, sizes.total() - 1)
     assert caught.value.field == field and caught.value.code == "reply_too_large"

@@ -141,6 +141,10 @@ class ReplyLimits(NamedTuple):
     facts: Mapping[str, Any]
 
 
+TokenBytes = Callable[[SamplingParams, ReplyLimits], int]
+ChoiceBytes = Callable[[SamplingParams, int, ReplyLimits], int]
+
+
 @dataclass(frozen=True)
 class ColumnSpec:
     """Declares values per new token.
@@ -160,7 +164,7 @@ class ColumnSpec:
     source: str = ""
     reply: str = ""
     asked_by: str = ""
-    token_bytes: Callable[[SamplingParams, ReplyLimits], int] | None = None
+    token_bytes: TokenBytes | None = None
 
 
 @dataclass(frozen=True)
@@ -179,4 +183,4 @@ class ValueSpec:
     result: Callable[[Any], dict[str, Any]] | None = None
     reply: str = ""
     asked_by: str = ""
-    choice_bytes: Callable[[SamplingParams, int, ReplyLimits], int] | None = None
+    choice_bytes: ChoiceBytes | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -284,10 +285,10 @@ class RequestStarter:
         """`tasks`: one for all prompts, or one per prompt."""
         ready = self._llm.ready
         limits = ReplyLimits(ready.max_model_len, ready.vocab_size, self._config.model.max_sampling_mask, ready.facts)
-        size = 0
+        sizes: Counter[str] = Counter()
         for index, params in enumerate(tasks):
             prompts = states if len(tasks) == 1 else states[index : index + 1]
-            size += reply_size.reply_bytes(
+            sizes += reply_size.reply_sizes(
                 [state.prompt_len for state in prompts],
                 self._model.with_masks(params),
                 limits,
@@ -296,7 +297,7 @@ class RequestStarter:
                 entry_bytes=entry_bytes,
             )
         try:
-            reply_size.check_reply_size(size, self._config.limits.max_reply_bytes, tasks[-1])
+            reply_size.check_reply_size(sizes, self._config.limits.max_reply_bytes)
         except RequestError as error:
             raise fields.rename(error) from None
 

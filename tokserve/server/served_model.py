@@ -73,9 +73,9 @@ class ServedModel:
 
     def with_masks(self, params: SamplingParams) -> SamplingParams:
         """The parameters, which ask for sampling masks if they leave that to the server and it returns them."""
-        if params.return_sampling_mask is not None:
-            return params
-        return msgspec.structs.replace(params, return_sampling_mask=self._config.model.return_sampling_mask)
+        if params.return_sampling_mask is None and self._config.model.return_sampling_mask:
+            return msgspec.structs.replace(params, return_sampling_mask=True)
+        return params
 
     @property
     def fingerprint(self) -> str:
