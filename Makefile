@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # OFF: no C++ extension; the references in torch serve instead, a hundred times slower.
 export TOKSERVE_NATIVE ?= ON
 
-.PHONY: help install serve docs test fast-tests test-all coverage test-random test-loaded test-clients test-trainers test-real test-asan test-tsan test-wheel test-bounds test-newest wheels sdist check check-deploy format audit clean ALWAYS
+.PHONY: help install serve docs docs-version test fast-tests test-all coverage test-random test-loaded test-clients test-trainers test-real test-asan test-tsan test-wheel test-bounds test-newest wheels sdist check check-deploy format audit clean ALWAYS
 
 help:
 	@echo 'make serve          install what serving needs into .venv, and serve the demo model'
