@@ -4,7 +4,8 @@ Run by a Python that has llama-cpp-python; it must not import tokserve.  What is
 sampling and without HTTP: the most favourable reading.  Cases: `{"sequences": s, "prompt": p, "steps": n}` gives the
 median milliseconds of a step that decodes one token in each of s sequences; with `steps` 0, the prompt's tokens per
 second, one prompt after the other.  `"shared": m` puts m tokens before the prompts that all sequences share: computed
-once, and their cells belong to every sequence.
+once.  `"unified": true`: all sequences' cells are in one cache, as a step's attention reads them all; otherwise each
+sequence has its own, with a copy of the shared ones.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ try:
 except ImportError:
     sys.exit("llama_worker.py needs llama_cpp: run it by a Python with `pip install llama-cpp-python` (peers.py does)")
 
-SEQUENCES, CELLS = 64, 20480  # the most sequences at once, and tokens in all of them
+BATCH = 2048  # tokens of a call
 
 
 class Model:
@@ -33,22 +34,25 @@ class Model:
         self._model = llama.llama_model_load_from_file(path.encode(), llama.llama_model_default_params())
         if not self._model:
             raise SystemExit(f"cannot load {path}")
-        params: Any = llama.llama_context_default_params()
-        params.n_ctx, params.n_seq_max, params.n_batch, params.kv_unified = CELLS, SEQUENCES, 2048, True
-        params.n_threads = params.n_threads_batch = threads
-        self._context = llama.llama_init_from_model(self._model, params)
-        self._batch: Any = llama.llama_batch_init(2048, 0, 1)
+        self._threads = threads
+        self._context: Any = None
+        self._batch: Any = llama.llama_batch_init(BATCH, 0, 1)
         self._rng = random.Random(0)
 
-    def clear(self) -> None:
-        """Forget all sequences."""
-        llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
-
-    def share(self, tokens: int) -> None:
-        """Let all sequences begin with as many random tokens, computed once."""
-        for start in range(0, tokens, 2048):
-            self.decode([(0, position) for position in range(start, min(start + 2048, tokens))])
-        for sequence in range(1, SEQUENCES):
+    def begin(self, sequences: int, shared: int, own: int, *, unified: bool) -> None:
+        """A context for sequences that share so many random tokens, computed now, and have room for `own` more each."""
+        if self._context is not None:
+            llama.llama_free(self._context)
+        params: Any = llama.llama_context_default_params()
+        params.n_ctx = shared + sequences * own if unified else sequences * (shared + own)
+        params.n_seq_max, params.n_batch, params.kv_unified = sequences, BATCH, unified
+        params.n_threads = params.n_threads_batch = self._threads
+        self._context = llama.llama_init_from_model(self._model, params)
+        if not self._context:
+            raise SystemExit(f"no context of {params.n_ctx} tokens")
+        for start in range(0, shared, BATCH):
+            self.decode([(0, position) for position in range(start, min(start + BATCH, shared))])
+        for sequence in range(1, sequences if shared else 0):
             llama.llama_memory_seq_cp(llama.llama_get_memory(self._context), 0, sequence, -1, -1)
 
     def decode(self, rows: list[tuple[int, int]]) -> float:
@@ -67,10 +71,9 @@ class Model:
         return time.perf_counter() - began
 
 
-def measure(model: Model, sequences: int, prompt: int, steps: int, shared: int = 0) -> float:
+def measure(model: Model, sequences: int, prompt: int, steps: int, shared: int = 0, unified: bool = False) -> float:
     """The figure of one case."""
-    model.clear()
-    model.share(shared)
+    model.begin(sequences, shared, prompt + steps, unified=unified)
     prompts = [range(shared, shared + prompt)] * sequences
     seconds = [model.decode([(sequence, i) for i in prompts[sequence]]) for sequence in range(sequences)]
     if not steps:
