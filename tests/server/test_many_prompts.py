@@ -67,7 +67,7 @@ def test_where_vectors_are_worked_on(monkeypatch: pytest.MonkeyPatch, path: str,
         names.add(threading.current_thread().name)
         return finish(*args, **kwargs)
 
-    async def pool(serving: Any, request: Any, body: Any, params: Any, prompts: Any, *_: Any) -> PooledPrompts:
+    async def pool(call: Any, params: Any, prompts: Any, *_: Any) -> PooledPrompts:
         vectors = [np.ones(64, "<f4").tobytes() for _ in prompts]
         return PooledPrompts("key", vectors, PoolingUsage(1, 1), {"X-Request-Id": "id"}, "0")
 

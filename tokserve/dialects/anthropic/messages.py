@@ -23,8 +23,7 @@ from tokserve.dialects.openai import render as token_requests
 from tokserve.dialects.openai.chat import ChatCall
 from tokserve.dialects.openai.schemas import ChatBody
 from tokserve.features.chat.text_context import TextContext
-from tokserve.server.http import body, errors
-from tokserve.server.http.workers import off_loop
+from tokserve.server.http import errors
 from tokserve.server.replies import sse
 from tokserve.server.request_starter import FieldPaths
 from tokserve.server.serving import Serving
@@ -77,41 +76,41 @@ async def create_message(serving: Serving, request: Request) -> Response:
     if call.turn is not None:
         call.turn.attach(generation, lambda choice: returned_message(generation, call, choice))
     renderer = MessagesRenderer(serving, generation, call)
-    headers = {"request-id": generation.request_id, **schemas.ignored_header(call.ignored)}
+    headers = {"request-id": generation.request_id, **call.route.headers}
     return await sse.respond(generation, request, renderer, headers, close=renderer.close)
 
 
 async def count_tokens(serving: Serving, request: Request) -> Response:
     """POST /v1/messages/count_tokens: the number of tokens of the prompt"""
-    request_body, ignored, size = await schemas.read_body(serving, request, CountTokensBody)
-
-    converted = await off_loop(request, size, lambda: _as_chat(serving, request_body))
+    route = await schemas.read_body(serving, request, CountTokensBody)
+    converted = await route.run(lambda: _as_chat(serving, route.body))
+    as_chat = route.replaced(converted.body, route.ignored + converted.ignored)
     try:
-        prompt = await chat_prompts.prompt_of(serving, request, converted.body, size, converted.body.reasoning_effort)
+        prompt = await chat_prompts.prompt_of(as_chat, converted.body.reasoning_effort)
     except RequestError as error:
         raise _with_messages_field(error, converted.fields) from None
     tokens = len(prompt.ids) // 4
-    reply = TokenCount(tokens, ContextManagement(tokens))
-    return body.reply(request, reply, schemas.ignored_header(ignored + converted.ignored))
+    return as_chat.reply(TokenCount(tokens, ContextManagement(tokens)))
 
 
 async def render(serving: Serving, request: Request) -> Response:
     """POST /v1/messages/render: the messages as a token request"""
-    return await token_requests.rendered_chat(serving, request, await read_messages(serving, request, replies=False))
+    return await token_requests.rendered_chat(await read_messages(serving, request, replies=False))
 
 
 async def read_messages(serving: Serving, request: Request, *, replies: bool = True) -> ChatCall:
     """The chat call made from the body; errors name the fields of the body."""
-    request_body, ignored, size = await schemas.read_body(serving, request, MessagesBody)
-    sse.check_format(request_body.stream, replies and body.wants_msgpack(request))
-    converted = await off_loop(request, size, lambda: _as_chat(serving, request_body))
+    route = await schemas.read_body(serving, request, MessagesBody)
+    sse.check_format(route.body.stream, replies and route.wants_msgpack)
+    converted = await route.run(lambda: _as_chat(serving, route.body))
     try:
-        call = await chat.call_of(serving, request, converted.body, converted.ignored, size, replies=replies)
+        call = await chat.call_of(route.replaced(converted.body, converted.ignored), replies=replies)
     except RequestError as error:
         raise _with_messages_field(error, converted.fields) from None
     others = {name: _messages_field(field, ChatPaths()) for name, field in call.fields.others.items()}
     fields = FieldPaths("messages", others=others | {"stop": "stop_sequences"})
-    return call._replace(ignored=ignored + [_messages_field(name, ChatPaths()) for name in call.ignored], fields=fields)
+    ignored = route.ignored + [_messages_field(name, ChatPaths()) for name in call.route.ignored]
+    return call._replace(route=call.route.replaced(converted.body, ignored), fields=fields)
 
 
 def _as_chat(serving: Serving, request_body: CountTokensBody) -> ChatRequest:

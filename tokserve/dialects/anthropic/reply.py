@@ -188,8 +188,8 @@ class MessagesRenderer:
 
     def __init__(self, serving: Serving, generation: Generation, call: ChatCall) -> None:
         self._generation = generation
-        self._model = serving.model.answers_as(call.body.model)
-        self._with_ids = bool(call.body.return_token_ids)
+        self._model = serving.model.answers_as(call.route.body.model)
+        self._with_ids = bool(call.route.body.return_token_ids)
         self._parser = Parser(call.plan.output_format or OutputFormat(), call.start, whole_calls=True)
         emit = self._emit if call.generate.options.stream else _ignore_event
         self._output = OutputBlocks(tools.call_key(generation), self._parser, emit)

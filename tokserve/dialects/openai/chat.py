@@ -41,8 +41,7 @@ from tokserve.protocol.logprobs import width_of
 from tokserve.protocol.params import SamplingParams, StructuredOutputs
 from tokserve.protocol.prompt import TokenPrompt, unpack_ids
 from tokserve.server.generation import CompletionTokensDetails, Generation, ReplyContext, Usage
-from tokserve.server.http.body import encode_json, wants_msgpack
-from tokserve.server.http.workers import off_loop
+from tokserve.server.http.body import encode_json
 from tokserve.server.replies import fields, logprobs, sse
 from tokserve.server.replies.fields import ColumnFields
 from tokserve.server.replies.logprobs import NO_ROWS
@@ -50,6 +49,7 @@ from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, last
 from tokserve.server.replies.reply_metrics import ReplyMetrics
 from tokserve.server.replies.reply_parts import DeferredParts
 from tokserve.server.request_starter import FieldPaths
+from tokserve.server.route_call import RouteCall
 from tokserve.server.serving import Serving
 
 ID_PREFIX = "chatcmpl-"
@@ -145,19 +145,18 @@ class ChatChunk(msgspec.Struct):
 
 async def chat(serving: Serving, request: Request) -> Response:
     """POST /v1/chat/completions: a chat completion"""
-    return await respond(serving, request, await read_chat(serving, request))
+    return await respond(await read_chat(serving, request))
 
 
 async def chat_tokens(serving: Serving, request: Request) -> Response:
     """POST /v1/chat/completions/tokens: a chat completion from the prompt's ids; messages are not rendered"""
-    return await respond(serving, request, await read_chat(serving, request, prompt="tokens"))
+    return await respond(await read_chat(serving, request, prompt="tokens"))
 
 
 class ChatCall(NamedTuple):
     """A chat body, read: what is to be generated."""
 
-    body: ChatBody
-    ignored: list[str]
+    route: RouteCall[ChatBody]
     params: SamplingParams
     generate: GenerateRequest
     prompt: TokenPrompt
@@ -173,27 +172,26 @@ class ChatCall(NamedTuple):
         return unpack_ids(self.prompt.ids)
 
 
-async def respond(
-    serving: Serving, request: Request, call: ChatCall, renderer: type[ChatRenderer] | None = None
-) -> Response:
+async def respond(call: ChatCall, renderer: type[ChatRenderer] | None = None) -> Response:
     """Generate, and answer with what `renderer` makes of it; None: chat's own."""
+    serving, request = call.route.serving, call.route.request
     generation = await serving.requests.start(
         request, call.generate, [call.prompt], call.fields, search=search_of(call.beams)
     )
-    follow(serving, generation, call)
-    render = (renderer or ChatRenderer)(
-        serving, generation, call.body, call.params, reader_of(serving, call.plan, generation, call.params, call.start)
-    )
-    return await sse.respond(generation, request, render, schemas.ignored_header(call.ignored))
+    follow(generation, call)
+    answers = reader_of(serving, call.plan, generation, call.params, call.start)
+    render = (renderer or ChatRenderer)(serving, generation, call.route.body, call.params, answers)
+    return await sse.respond(generation, request, render, call.route.headers)
 
 
-def follow(serving: Serving, generation: Generation, call: ChatCall) -> None:
+def follow(generation: Generation, call: ChatCall) -> None:
     """Have the turn of a conversation that a room follows take part in the output.  Called once, before any of it."""
     if call.turn is None:
         return
 
     def message(choice: ChoiceOutput) -> dict[str, Any]:
-        return returned_message(choice, reader_of(serving, call.plan, generation, call.params, call.start))
+        answers = reader_of(call.route.serving, call.plan, generation, call.params, call.start)
+        return returned_message(choice, answers)
 
     call.turn.attach(generation, message)
 
@@ -201,33 +199,25 @@ def follow(serving: Serving, generation: Generation, call: ChatCall) -> None:
 async def read_chat(serving: Serving, request: Request, *, prompt: str = "messages", replies: bool = True) -> ChatCall:
     """The body with its messages as ids.  `prompt`: the field with the prompt, `messages` or one with ids.  `replies`
     False: what comes back is no chat reply, and may be msgpack."""
-    body, ignored, size = await schemas.read_body(serving, request, ChatBody)
-    schemas.check_stream(body, replies and wants_msgpack(request))
-    return await call_of(serving, request, body, ignored, size, prompt, replies=replies)
+    route = await schemas.read_body(serving, request, ChatBody)
+    schemas.check_stream(route.body, replies and route.wants_msgpack)
+    return await call_of(route, prompt, replies=replies)
 
 
-async def call_of(
-    serving: Serving,
-    request: Request,
-    body: ChatBody,
-    ignored: list[str],
-    size: int,
-    source: str = "messages",
-    *,
-    replies: bool = True,
-) -> ChatCall:
-    """What a body that has passed `schemas.parse` comes to.  `size`: its bytes; `source`: the field with the prompt;
-    `replies`: as of `read_chat`."""
+async def call_of(route: RouteCall[ChatBody], source: str = "messages", *, replies: bool = True) -> ChatCall:
+    """What a body that has passed `schemas.parse` comes to.  `source`: the field with the prompt; `replies`: as of
+    `read_chat`."""
+    serving, body, ignored = route.serving, route.body, route.ignored
     serving.requests.check_generates()
-    serving.requests.name_request(request, body, is_sent=replies)
+    serving.requests.name_request(route.request, body, is_sent=replies)
 
     def plan_and_params() -> tuple[ToolPlan, SamplingParams]:
         plan = tool_plan(serving, body)
         return plan, thinking_budget.with_markers(serving, sampling_params(serving, body, plan))
 
-    plan, params = await off_loop(request, size, plan_and_params)
-    bare = serving.requests.request_of(request, body, params)
-    generate = await off_loop(request, size, lambda: with_prediction(serving, body, bare))
+    plan, params = await route.run(plan_and_params)
+    bare = serving.requests.request_of(route.request, body, params)
+    generate = await route.run(lambda: with_prediction(serving, body, bare))
     turn: ConversationTurn | None = None
     if source != "messages":
         ids = getattr(body, source)
@@ -239,9 +229,9 @@ async def call_of(
             raise RequestError("tokens belongs to /v1/chat/completions/tokens", field="tokens")
         has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         if replies and beam_params(body, params) is None:
-            prompt, turn = await followed_prompt(serving, request, body, size, keeps_logprobs=has_logprobs)
+            prompt, turn = await followed_prompt(route, keeps_logprobs=has_logprobs)
         else:
-            prompt = await prompt_of(serving, request, body, size, body.reasoning_effort)
+            prompt = await prompt_of(route, body.reasoning_effort)
     template = serving.state_of(TextContext).template
     for field, variables in _template_fields(body):
         reads = (template.reads(name, body.chat_template, bool(body.tools)) for name in variables)
@@ -251,17 +241,17 @@ async def call_of(
             ignored.append(field)
     start = AnswerStart()
     if plan.thinking is not None:
-        start, form = await off_loop(request, size, lambda: _beginning(serving, body, plan, unpack_ids(prompt.ids)))
+        start, form = await route.run(lambda: _beginning(serving, body, plan, unpack_ids(prompt.ids)))
         params = plan.with_stops_after(msgspec.structs.replace(params, structured_outputs=form), start)
         params = thinking_budget.beginning(params, inside=start.inside)
         generate = msgspec.structs.replace(generate, task=params)
     if turn is not None:
         generate = of_turn(generate, params, turn)
-        ignored = [name for name in ignored if name != "session_id"]
+        route = route.replaced(body, [name for name in ignored if name != "session_id"])
     others = {"logprobs": "top_logprobs", "extra_args": "vllm_xargs"}
     others["max_tokens"], others["beam_width"] = schemas.output_limit(body)[1], "n"
     fields = _fields(plan.form_field, source, **others)
-    return ChatCall(body, ignored, params, generate, prompt, fields, plan, start, beam_params(body, params), turn)
+    return ChatCall(route, params, generate, prompt, fields, plan, start, beam_params(body, params), turn)
 
 
 def of_turn(generate: GenerateRequest, params: SamplingParams, turn: ConversationTurn) -> GenerateRequest:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from starlette.requests import Request
-
 from tokserve.base.errors import RequestError, invalid
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.dialects.openai import tools
@@ -24,7 +22,7 @@ from tokserve.features.images.media.images import image_slots
 from tokserve.features.images.parts import ImageSlots
 from tokserve.features.images.server_images import ServerImages
 from tokserve.protocol.prompt import TokenPrompt, pack_ids
-from tokserve.server.http.workers import off_loop
+from tokserve.server.route_call import RouteCall
 from tokserve.server.serving import Serving
 
 PREFIX = "required_prefix_token_ids"
@@ -33,13 +31,14 @@ THINKING = ("enable_thinking", "reasoning_effort")  # what templates of models t
 
 
 async def followed_prompt(
-    serving: Serving, request: Request, body: ChatBody, size: int, *, keeps_logprobs: bool
+    call: RouteCall[ChatBody], *, keeps_logprobs: bool
 ) -> tuple[TokenPrompt, ConversationTurn | None]:
     """The prompt of a chat that is to be answered, and the turn that it is of a conversation which a room follows.
-    `size`: bytes of the body; `keeps_logprobs`: its client gets logprobs.  Raises RequestError."""
+    `keeps_logprobs`: its client gets logprobs.  Raises RequestError."""
+    serving, body = call.serving, call.body
     hook = None if prefix_of(body) else hook_of(serving)  # with a prefix, the client keeps the ids
     if hook is None:
-        return await prompt_of(serving, request, body, size, body.reasoning_effort), None
+        return await prompt_of(call, body.reasoning_effort), None
     slots = _image_slots(serving)
     options = template_options(serving, body, body.reasoning_effort, slots)
     assert body.messages is not None
@@ -48,29 +47,28 @@ async def followed_prompt(
         model=serving.model.adapter(body.model),
         options=options,
         session_id=(body.model_extra or {}).get("session_id"),
-        size=size,
+        size=call.size,
         keeps_logprobs=keeps_logprobs,
     )
-    turn = await hook.begin(request, conversation)
+    turn = await hook.begin(call.request, conversation)
     if turn is not None and turn.prompt is not None:
         return turn.prompt, turn
-    prompt = await prompt_of(serving, request, body, size, body.reasoning_effort)
+    prompt = await prompt_of(call, body.reasoning_effort)
     if turn is not None:
-        await turn.rendered(request, prompt)
+        await turn.rendered(call.request, prompt)
     return prompt, turn
 
 
-async def prompt_of(
-    serving: Serving, request: Request, body: ChatBody | TokenizeBody, size: int, effort: str | None = None
-) -> TokenPrompt:
-    """The conversation as a prompt, with its images.  `size`: bytes of the body; `effort`: as `rendered` takes it."""
+async def prompt_of(call: RouteCall[ChatBody | TokenizeBody], effort: str | None = None) -> TokenPrompt:
+    """The conversation as a prompt, with its images.  `effort`: as `rendered` takes it."""
+    serving, body = call.serving, call.body
     if prefix := prefix_of(body):
-        return await off_loop(request, size, lambda: continued_prompt(serving, body, effort, *prefix))
+        return await call.run(lambda: continued_prompt(serving, body, effort, *prefix))
     slots = _image_slots(serving)
-    ids = await off_loop(request, size, lambda: rendered(serving, body, effort, slots))
+    ids = await call.run(lambda: rendered(serving, body, effort, slots))
     if slots is None or not slots.images:
         return TokenPrompt(pack_ids(ids))
-    return await request_images.fetched(serving, request, ids, slots.images, "messages")
+    return await request_images.fetched(serving, call.request, ids, slots.images, "messages")
 
 
 def rendered(

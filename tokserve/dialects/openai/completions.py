@@ -32,8 +32,8 @@ from tokserve.features.speculation.prediction import with_prediction
 from tokserve.protocol.logprobs import width_of
 from tokserve.protocol.params import SamplingParams
 from tokserve.server.generation import ReplyContext, Usage
-from tokserve.server.http.body import encode_json, wants_msgpack
-from tokserve.server.http.workers import ITEM, off_loop
+from tokserve.server.http.body import encode_json
+from tokserve.server.http.workers import ITEM
 from tokserve.server.replies import fields, logprobs, sse
 from tokserve.server.replies.fields import ColumnFields
 from tokserve.server.replies.logprobs import NO_ROWS, PackedTopLogprobs, TextLogprobs
@@ -41,6 +41,7 @@ from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, last
 from tokserve.server.replies.reply_metrics import ReplyMetrics
 from tokserve.server.replies.reply_parts import DeferredParts, single_part
 from tokserve.server.request_starter import FieldPaths
+from tokserve.server.route_call import RouteCall
 from tokserve.server.serving import Serving
 
 ID_PREFIX = "cmpl-"
@@ -86,8 +87,7 @@ class CompletionReply(msgspec.Struct):
 class CompletionCall(NamedTuple):
     """A completions body, read and checked."""
 
-    body: CompletionBody
-    ignored: list[str]
+    route: RouteCall[CompletionBody]
     params: SamplingParams
     generate: GenerateRequest
     prompts: list[str | list[int]]
@@ -104,22 +104,22 @@ async def completions(serving: Serving, request: Request) -> Response:
 async def respond(serving: Serving, request: Request, renderer: type[CompletionRenderer] | None = None) -> Response:
     """Read the body, generate, and answer with what `renderer` makes of it; None: this module's."""
     call = await read_completion(serving, request)
-    body = call.body
     generation = await serving.requests.start(
         request, call.generate, call.ids, call.fields, search=search_of(call.beams)
     )
-    render = (renderer or CompletionRenderer)(serving, generation, body, call.params, call.prompts)
-    return await sse.respond(generation, request, render, schemas.ignored_header(call.ignored))
+    render = (renderer or CompletionRenderer)(serving, generation, call.route.body, call.params, call.prompts)
+    return await sse.respond(generation, request, render, call.route.headers)
 
 
 async def read_completion(serving: Serving, request: Request, *, replies: bool = True) -> CompletionCall:
     """Read the body, and tokenize its prompts.  `replies` False: the reply is not a completion, and may be msgpack."""
-    body, ignored, size = await schemas.read_body(serving, request, CompletionBody)
-    schemas.check_stream(body, replies and wants_msgpack(request))
+    route = await schemas.read_body(serving, request, CompletionBody)
+    body = route.body
+    schemas.check_stream(body, replies and route.wants_msgpack)
     serving.requests.name_request(request, body, is_sent=replies)
-    params = await off_loop(request, size, lambda: with_markers(serving, sampling_params(serving, body)))
+    params = await route.run(lambda: with_markers(serving, sampling_params(serving, body)))
     bare = serving.requests.request_of(request, body, params, text=serving.text, score_each=True)
-    prompts = await off_loop(request, size, lambda: parse_prompts(body.prompt))
+    prompts = await route.run(lambda: parse_prompts(body.prompt))
     if len(prompts) * params.n > MAX_CHOICES:
         count = f"{len(prompts)} prompts with n {params.n}"
         raise RequestError(f"n: a request may have at most {MAX_CHOICES} choices, and this has {count}", field="n")
@@ -128,15 +128,15 @@ async def read_completion(serving: Serving, request: Request, *, replies: bool =
         raise RequestError(f"n: beam search takes at most {MAX_BEAMS} beams of all prompts together", field="n")
     listed = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
     special = body.add_special_tokens is not False
-    size += ITEM * len(prompts)
-    ids = await off_loop(request, size, lambda: tokenized(serving, prompts, special, listed))
-    generate = await off_loop(request, size, lambda: with_prediction(serving, body, bare))
+    size = route.size + ITEM * len(prompts)
+    ids = await route.run(lambda: tokenized(serving, prompts, special, listed), size)
+    generate = await route.run(lambda: with_prediction(serving, body, bare), size)
     others = {"extra_args": "vllm_xargs", "max_tokens": schemas.output_limit(body)[1]}
     if body.structured_outputs is None:
         others["structured_outputs"] = "response_format"
     others["beam_width"] = "n"
     fields = FieldPaths("prompt[0]" if listed and len(prompts) == 1 else "prompt", others=others)
-    return CompletionCall(body, ignored, params, generate, prompts, ids, fields, beams)
+    return CompletionCall(route, params, generate, prompts, ids, fields, beams)
 
 
 def sampling_params(serving: Serving, body: CompletionBody) -> SamplingParams:

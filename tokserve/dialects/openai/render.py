@@ -23,7 +23,7 @@ from tokserve.features.images.server_images import ServerImages
 from tokserve.protocol.params import SamplingParams
 from tokserve.server.http import declared
 from tokserve.server.http.body import RENDERED, given_request_id, reply
-from tokserve.server.http.workers import off_loop
+from tokserve.server.route_call import RouteCall
 from tokserve.server.serving import Serving
 from tokserve.server.tokens.generate_body import OptionFields, StreamOptions
 
@@ -62,38 +62,37 @@ class TokenizerDescription(msgspec.Struct):
 
 async def render_chat(serving: Serving, request: Request) -> Response:
     """POST /v1/chat/completions/render: the chat as a token request"""
-    call = await chat.read_chat(serving, request, replies=False)
-    return await rendered_chat(serving, request, call)
+    return await rendered_chat(await chat.read_chat(serving, request, replies=False))
 
 
-async def rendered_chat(serving: Serving, request: Request, call: chat.ChatCall) -> Response:
+async def rendered_chat(call: chat.ChatCall) -> Response:
     """The token request that a chat call is; the call may come from the body of another route."""
+    route, serving, body = call.route, call.route.serving, call.route.body
     refuse_beams(call.beams)
-    forbidden = await serving.requests.check(request, call.generate, [call.prompt], call.fields)
-    echo = bool(call.body.return_token_ids) or call.params.prompt_logprobs is not None
-    request_id = _request_id(request, call.body)
+    forbidden = await serving.requests.check(route.request, call.generate, [call.prompt], call.fields)
+    echo = bool(body.return_token_ids) or call.params.prompt_logprobs is not None
+    request_id = _request_id(route)
     params = _portable(call.params, forbidden)
-    rendered = _rendered(serving, call.body, params, call.generate, call.ids, echo=echo, request_id=request_id)
-    rendered.parse_context = inline_messages.parse_context(serving, call.body)
-    if render_extras.asked_for(call.body):
-        extras = await off_loop(request, 8 * len(call.ids), lambda: _chat_extras(serving, call))
+    rendered = _rendered(serving, body, params, call.generate, call.ids, echo=echo, request_id=request_id)
+    rendered.parse_context = inline_messages.parse_context(serving, body)
+    if render_extras.asked_for(body):
+        extras = await route.run(lambda: _chat_extras(call), 8 * len(call.ids))
         rendered = msgspec.structs.replace(rendered, **extras._asdict())
     images = serving.state_of(ServerImages)
     reader = images.reader
     if reader is not None and call.prompt.features:
         request_images.keep(call.prompt, images.features, call.generate.options.cache_salt or "")
-        with_patches = call.body.mm_payload != "none" and call.body.return_mm_kwargs is not False
+        with_patches = body.mm_payload != "none" and body.return_mm_kwargs is not False
         size = 8 * sum(len(feature.data) for feature in call.prompt.features)
-        rendered.features = await off_loop(
-            request, size, lambda: request_images.rendered_features(call.prompt, reader.kind, with_patches=with_patches)
+        rendered.features = await route.run(
+            lambda: request_images.rendered_features(call.prompt, reader.kind, with_patches=with_patches), size
         )
-    return reply(request, rendered, _headers(request_id, call.ignored))
+    return route.reply(rendered, {"X-Request-Id": request_id} | route.headers)
 
 
 async def render_responses(serving: Serving, request: Request) -> Response:
     """POST /v1/responses/render: the input as a token request"""
-    call = (await responses.read_response(serving, request, replies=False)).chat
-    return await rendered_chat(serving, request, call)
+    return await rendered_chat((await responses.read_response(serving, request, replies=False)).chat)
 
 
 async def render_completions(serving: Serving, request: Request) -> Response:
@@ -101,10 +100,10 @@ async def render_completions(serving: Serving, request: Request) -> Response:
     call = await completions.read_completion(serving, request, replies=False)
     refuse_beams(call.beams)
     forbidden = await serving.requests.check(request, call.generate, call.ids, call.fields)
-    body = call.body
+    route, body = call.route, call.route.body
     params = _portable(call.params, forbidden)
     echo = bool(body.return_token_ids or body.echo) or call.params.prompt_logprobs is not None
-    request_id = _request_id(request, body)
+    request_id = _request_id(route)
     several = len(call.ids) > 1
     special = body.add_special_tokens is not False
 
@@ -115,23 +114,20 @@ async def render_completions(serving: Serving, request: Request) -> Response:
         return msgspec.structs.replace(one, **extras._asdict())
 
     size = 8 * sum(map(len, call.ids)) if render_extras.asked_for(body) else 0
-    rendered = await off_loop(request, size, lambda: [rendered_prompt(i, ids) for i, ids in enumerate(call.ids)])
-    return reply(request, rendered, _headers(request_id, call.ignored))
+    rendered = await route.run(lambda: [rendered_prompt(i, ids) for i, ids in enumerate(call.ids)], size)
+    return route.reply(rendered, {"X-Request-Id": request_id} | route.headers)
 
 
-def _request_id(request: Request, body: schemas.TextBody) -> str:
+def _request_id(route: RouteCall[schemas.TextBody]) -> str:
     """The id of the rendered request: the client's, from the header rather than the body, or a new one."""
-    return given_request_id(request, body.request_id, header_wins=True) or f"{RENDERED}{secrets.token_hex(16)}"
+    client_id = given_request_id(route.request, route.body.request_id, header_wins=True)
+    return client_id or f"{RENDERED}{secrets.token_hex(16)}"
 
 
-def _chat_extras(serving: Serving, call: chat.ChatCall) -> render_extras.PromptExtras:
-    body = call.body
+def _chat_extras(call: chat.ChatCall) -> render_extras.PromptExtras:
+    serving, body = call.route.serving, call.route.body
     options = chat_prompts.template_options(serving, body, body.reasoning_effort, None)
     return render_extras.of_chat(serving, body, options, call.ids)
-
-
-def _headers(request_id: str, ignored: list[str]) -> dict[str, str]:
-    return {"X-Request-Id": request_id} | schemas.ignored_header(ignored)
 
 
 def _portable(params: SamplingParams, forbidden: list[list[int]]) -> SamplingParams:

@@ -29,7 +29,6 @@ from tokserve.features.chat.parsing import Parser
 from tokserve.features.chat.text_context import TextContext
 from tokserve.server.generation import Generation
 from tokserve.server.http import body, errors
-from tokserve.server.http.workers import off_loop
 from tokserve.server.replies import logprobs, sse
 from tokserve.server.replies.reply_fields import StopDetail, WeightVersion, versions
 from tokserve.server.replies.reply_metrics import ReplyMetrics
@@ -148,7 +147,7 @@ async def create_response(serving: Serving, request: Request) -> Response:
         call.turn.attach(generation, lambda choice: returned_message(serving, generation, responses_call, choice))
     render = ResponsesRenderer(serving, generation, responses_call)
     return await sse.respond(
-        generation, request, render, schemas.ignored_header(call.ignored), opening=render.opening, close=render.close
+        generation, request, render, call.route.headers, opening=render.opening, close=render.close
     )
 
 
@@ -177,8 +176,9 @@ async def stored(serving: Serving, request: Request) -> Response:
 
 async def read_response(serving: Serving, request: Request, *, replies: bool = True) -> ResponsesCall:
     """The body, and the chat call made from it; errors name the fields of the body.  `replies`: see `read_chat`."""
-    request_body, ignored, size = await schemas.read_body(serving, request, ResponsesBody)
-    schemas.check_stream(request_body, replies and body.wants_msgpack(request))
+    route = await schemas.read_body(serving, request, ResponsesBody)
+    request_body = route.body
+    schemas.check_stream(request_body, replies and route.wants_msgpack)
     if isinstance(request_body.input, list):
         serving.state_of(TextContext).check_messages(request_body.input, "input")
     table = ToolTable()
@@ -193,11 +193,11 @@ async def read_response(serving: Serving, request: Request, *, replies: bool = T
         return chat_tools, as_chat
 
     try:
-        chat_tools, as_chat = await off_loop(request, size, converse)
+        chat_tools, as_chat = await route.run(converse)
         left_out = table.left_out + conversation.left_out
         if left_out and serving.config.server.strict:
             raise invalid(f"{left_out[0]}.type", "is one that only OpenAI's servers can use", code="unsupported")
-        call = await chat.call_of(serving, request, as_chat, [], size, replies=replies)
+        call = await chat.call_of(route.replaced(as_chat, []), replies=replies)
     except RequestError as error:
         if error.field is not None:
             errors.renamed(error, _responses_field(error.field, conversation.fields, table))
@@ -205,8 +205,9 @@ async def read_response(serving: Serving, request: Request, *, replies: bool = T
     others = {name: _responses_field(field, (), table) for name, field in call.fields.others.items()}
     if table.grammar_field is not None:
         others["structured_outputs"] = table.grammar_field
-    ignored += [_responses_field(name, (), table) for name in call.ignored] + left_out
-    call = call._replace(ignored=ignored, fields=FieldPaths("input", others=others))
+    ignored = route.ignored + [_responses_field(name, (), table) for name in call.route.ignored] + left_out
+    route_of_chat = call.route.replaced(call.route.body, ignored)
+    call = call._replace(route=route_of_chat, fields=FieldPaths("input", others=others))
     return ResponsesCall(request_body, call, table, chat_tools.raw)
 
 

@@ -25,6 +25,7 @@ from tokserve.server.http.body import convert, is_msgpack, unpack_ids
 from tokserve.server.http.declared import OPTIONS, model
 from tokserve.server.http.workers import off_loop
 from tokserve.server.replies import sse
+from tokserve.server.route_call import RouteCall
 from tokserve.server.serving import Serving
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -57,7 +58,6 @@ SAMPLING = tuple(field for field in declared(SamplingParams) if field.name not i
 
 # Fields that may hold bytes in msgpack, also those of a request within a body: who reads them looks at them.
 PACKED = frozenset({"tokens", "prompt", "prompt_token_ids", "generate_response", "generate_responses"})
-SHOWN_PATH = re.compile(r"[A-Za-z_]\w*(?:\[\d+\])?(?:\.[A-Za-z_]\w*(?:\[\d+\])?)*", re.ASCII)  # of a field, in a header
 WITHIN = re.compile(r"^(chat|completion)_request\.")
 
 Body = TypeVar("Body", bound="RequestBody")
@@ -249,8 +249,8 @@ class DetokenizeBody(RequestBody):
     skip_special_tokens: bool | None = None
 
 
-async def read_body(serving: Serving, request: Request, kind: type[Body]) -> tuple[Body, list[str], int]:
-    """A request's body, the names of the fields that are ignored, and its size in bytes.  Raises `RequestError`."""
+async def read_body(serving: Serving, request: Request, kind: type[Body]) -> RouteCall[Body]:
+    """A request's body, checked, for a model that is served.  Raises `RequestError`."""
     value, size = await serving.bodies.load(request)
 
     def work() -> tuple[Body, list[str]]:
@@ -263,7 +263,7 @@ async def read_body(serving: Serving, request: Request, kind: type[Body]) -> tup
 
     body, ignored = await off_loop(request, size, work)
     await serving.model.find(body.model)
-    return body, ignored, size
+    return RouteCall(serving, request, body, size, ignored)
 
 
 def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str]]:
@@ -358,12 +358,6 @@ def _as_in_json(value: Any) -> Any:
     if isinstance(bias, dict):
         changed["logit_bias"] = {str(key) if type(key) is int else key: number for key, number in bias.items()}
     return value | changed
-
-
-def ignored_header(names: list[str]) -> dict[str, str]:
-    """The header `X-Ignored-Fields`, if there are any; names that no header can contain are left out."""
-    shown = [name for name in names if SHOWN_PATH.fullmatch(name)]
-    return {"X-Ignored-Fields": ", ".join(shown)[:1000]} if shown else {}
 
 
 def sampling(body: TextBody, defaults: Mapping[str, Any], **computed: Any) -> SamplingParams:

@@ -11,8 +11,7 @@ from tokserve.dialects.openai import schemas
 from tokserve.dialects.openai.chat_prompts import prompt_of
 from tokserve.dialects.openai.schemas import DetokenizeBody, TokenizeBody
 from tokserve.protocol.prompt import unpack_ids
-from tokserve.server.http import body
-from tokserve.server.http.workers import off_loop
+from tokserve.server.route_call import RouteCall
 from tokserve.server.serving import Serving
 
 MIN_BYTES = 1 << 20  # so many bytes may be tokenized even if they exceed the context: to split or count a document
@@ -35,45 +34,41 @@ class DetokenizeReply(msgspec.Struct):
 
 async def tokenize(serving: Serving, request: Request) -> Response:
     """POST /tokenize: the ids of a text or of a chat"""
-    return await respond(serving, request, *await schemas.read_body(serving, request, TokenizeBody))
+    return await respond(await schemas.read_body(serving, request, TokenizeBody))
 
 
-async def respond(
-    serving: Serving, request: Request, request_body: TokenizeBody, ignored: list[str], size: int
-) -> Response:
-    """The ids that the body, which has `size` bytes, asks for."""
+async def respond(call: RouteCall[TokenizeBody]) -> Response:
+    """The ids that the body asks for."""
+    serving, body = call.serving, call.body
     given = None
-    if request_body.messages is not None:
-        if request_body.prompt is not None:
+    if body.messages is not None:
+        if body.prompt is not None:
             raise RequestError("give prompt or messages, not both", field="prompt")
-        given = unpack_ids((await prompt_of(serving, request, request_body, size)).ids)
+        given = unpack_ids((await prompt_of(call)).ids)
 
     def work() -> Response:
-        ids = _encoded(serving, request_body) if given is None else given
-        strings = [serving.tokenizer.spelling(token) or "" for token in ids] if request_body.return_token_strs else None
-        reply = TokenizeReply(len(ids), serving.llm.ready.max_model_len, ids, strings)
-        return body.reply(request, reply, schemas.ignored_header(ignored))
+        ids = _encoded(serving, body) if given is None else given
+        strings = [serving.tokenizer.spelling(token) or "" for token in ids] if body.return_token_strs else None
+        return call.reply(TokenizeReply(len(ids), serving.llm.ready.max_model_len, ids, strings))
 
-    return await off_loop(request, size, work)
+    return await call.run(work)
 
 
-def _encoded(serving: Serving, request_body: TokenizeBody) -> list[int]:
-    if request_body.prompt is None:
+def _encoded(serving: Serving, body: TokenizeBody) -> list[int]:
+    if body.prompt is None:
         raise invalid("prompt", "(or messages) is required")
-    serving.check_text(request_body.prompt, "prompt", MIN_BYTES)
-    return serving.tokenizer.encode(
-        request_body.prompt, add_special_tokens=request_body.add_special_tokens is not False
-    )
+    serving.check_text(body.prompt, "prompt", MIN_BYTES)
+    return serving.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
 
 
 async def detokenize(serving: Serving, request: Request) -> Response:
     """POST /detokenize: the text of ids"""
-    request_body, ignored, size = await schemas.read_body(serving, request, DetokenizeBody)
-    skip = bool(request_body.skip_special_tokens)
+    call = await schemas.read_body(serving, request, DetokenizeBody)
 
     def work() -> Response:
-        serving.check_ids(request_body.tokens, "tokens")
-        reply = DetokenizeReply(serving.tokenizer.decode(request_body.tokens, skip))
-        return body.reply(request, reply, schemas.ignored_header(ignored))
+        serving.check_ids(call.body.tokens, "tokens")
+        return call.reply(
+            DetokenizeReply(serving.tokenizer.decode(call.body.tokens, bool(call.body.skip_special_tokens)))
+        )
 
-    return await off_loop(request, size, work)
+    return await call.run(work)

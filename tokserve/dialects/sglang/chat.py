@@ -16,7 +16,6 @@ from tokserve.dialects.openai.tools import ParsedDelta
 from tokserve.dialects.sglang.generate import check_routed
 from tokserve.dialects.sglang.reply import ChoiceDetails, ReplyForm, matched_stop, version_metadata
 from tokserve.server.generation import Usage
-from tokserve.server.http.body import wants_msgpack
 from tokserve.server.replies.reply_fields import last_version
 from tokserve.server.replies.reply_parts import DeferredParts
 from tokserve.server.serving import Serving
@@ -42,8 +41,9 @@ class SglangChatBody(schemas.ChatBody):
 
 async def chat_completions(serving: Serving, request: Request) -> Response:
     """POST /v1/chat/completions: a chat completion; `input_ids` are a prompt, choices have `meta_info`"""
-    body, ignored, size = await schemas.read_body(serving, request, SglangChatBody)
-    schemas.check_stream(body, wants_msgpack(request))
+    call = await schemas.read_body(serving, request, SglangChatBody)
+    body = call.body
+    schemas.check_stream(body, call.wants_msgpack)
     if body.lora_path is not None:
         await serving.model.find(body.lora_path)
         body.model = body.lora_path
@@ -55,8 +55,7 @@ async def chat_completions(serving: Serving, request: Request) -> Response:
         check_routed(serving)
         body.routed_experts_prompt_start = body.routed_experts_start_len or body.routed_experts_prompt_start
     source = "messages" if body.input_ids is None else "input_ids"
-    call = await chat.call_of(serving, request, body, ignored, size, source)
-    return await chat.respond(serving, request, call, SglangChatRenderer)
+    return await chat.respond(await chat.call_of(call, source), SglangChatRenderer)
 
 
 class SglangChatRenderer(chat.ChatRenderer):

@@ -18,7 +18,6 @@ from starlette.responses import Response
 
 from tokserve.base.errors import RequestError, invalid
 from tokserve.client.outputs import ChoiceOutput
-from tokserve.dialects.openai import schemas
 from tokserve.dialects.openai.completions import MAX_CHOICES, MAX_PROMPTS
 from tokserve.dialects.sglang import sampling
 from tokserve.dialects.sglang.reply import GenerateRenderer, ReplyForm, last_events
@@ -35,6 +34,7 @@ from tokserve.server.http.workers import ITEM, off_loop
 from tokserve.server.replies import sse
 from tokserve.server.replies.logprobs import TextOffset
 from tokserve.server.request_starter import FieldPaths
+from tokserve.server.route_call import ignored_header
 from tokserve.server.serving import Serving
 
 
@@ -124,7 +124,7 @@ async def generate(serving: Serving, request: Request) -> Response:
         version=lambda: serving.llm.status.weight_version,
         reader_after=_reasoning_reader(serving, call.tasks[0]),
     )
-    headers = {"X-Request-Id": bare.request_id, **schemas.ignored_header(call.ignored)}
+    headers = {"X-Request-Id": bare.request_id, **ignored_header(call.ignored)}
     if sent.stream:
         return sse.EventStream(generation, render, headers, close=last_events)
     choices: list[ChoiceOutput] = await sse.collect(generation, request)

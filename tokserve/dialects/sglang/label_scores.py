@@ -25,7 +25,7 @@ class SglangScoresReply(msgspec.Struct):
 
 async def score_labels(serving: Serving, request: Request) -> Response:
     """POST /v1/score: the probabilities of some tokens after a query and each item"""
-    body, ignored, size = await schemas.read_body(serving, request, LabelScoresBody)
-    scored = await labels.score_labels(serving, request, body, size, ignored, joins_texts=True)
-    reply = SglangScoresReply(scored.probabilities.tolist(), serving.model.answers_as(body.model), scored.usage)
+    call = await schemas.read_body(serving, request, LabelScoresBody)
+    scored = await labels.score_labels(call, joins_texts=True)
+    reply = SglangScoresReply(scored.probabilities.tolist(), serving.model.answers_as(call.body.model), scored.usage)
     return replies.json(reply, scored.headers)

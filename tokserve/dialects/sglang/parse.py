@@ -17,7 +17,6 @@ from tokserve.features.chat.output_format import AnswerStart, OutputFormat, Segm
 from tokserve.features.chat.parsing import Parser
 from tokserve.features.chat.text_context import TextContext
 from tokserve.features.chat.tool_formats import THINKING, TOOL_FORMATS
-from tokserve.server.http.workers import off_loop
 from tokserve.server.serving import Serving
 
 
@@ -71,7 +70,8 @@ class SeparatedReasoning(msgspec.Struct):
 
 async def parse_function_call(serving: Serving, request: Request) -> Response:
     """POST /parse_function_call: the tool calls in a text, and the text without them"""
-    body, ignored, size = await schemas.read_body(serving, request, ParseCallsBody)
+    call = await schemas.read_body(serving, request, ParseCallsBody)
+    body = call.body
 
     def work() -> Response:
         given = [{"type": "function"} | tool for tool in body.tools]
@@ -79,14 +79,15 @@ async def parse_function_call(serving: Serving, request: Request) -> Response:
         functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in given}
         form = _tool_format(serving, body.tool_call_parser)
         reply = parsed_calls(_segments(OutputFormat(form, None, functions), AnswerStart(), body.text))
-        return json(reply, schemas.ignored_header(ignored))
+        return json(reply, call.headers)
 
-    return await off_loop(request, size, work)
+    return await call.run(work)
 
 
 async def separate_reasoning(serving: Serving, request: Request) -> Response:
     """POST /separate_reasoning: the reasoning in a text, and the text without it"""
-    body, ignored, size = await schemas.read_body(serving, request, SeparateReasoningBody)
+    call = await schemas.read_body(serving, request, SeparateReasoningBody)
+    body = call.body
     if body.return_blocks:
         raise invalid("return_blocks", "is not supported: the reasoning is one text", code="unsupported")
 
@@ -95,9 +96,9 @@ async def separate_reasoning(serving: Serving, request: Request) -> Response:
         thinking: Thinking = _row(rows, REASONING_SYNONYMS, body.reasoning_parser, "reasoning_parser")
         segments = _segments(OutputFormat(None, thinking), AnswerStart(thinking.assumed), body.text)
         reply = SeparatedReasoning(_joined(segments, "reasoning"), _joined(segments, "content"))
-        return json(reply, schemas.ignored_header(ignored))
+        return json(reply, call.headers)
 
-    return await off_loop(request, size, work)
+    return await call.run(work)
 
 
 def parsed_calls(segments: Sequence[Segment]) -> ParsedCalls:

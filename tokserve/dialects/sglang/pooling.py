@@ -19,8 +19,8 @@ from tokserve.features.pooling.pooled_outputs import LabelRules, PoolingRules
 from tokserve.features.pooling.routes import classify, embeddings, inputs
 from tokserve.features.pooling.routes.inputs import PooledPrompts
 from tokserve.server import compat
-from tokserve.server.http.workers import off_loop
 from tokserve.server.request_starter import FieldPaths
+from tokserve.server.route_call import RouteCall
 from tokserve.server.serving import Serving
 
 END = {"type": "length", "length": 0}
@@ -46,36 +46,36 @@ class SglangVector(msgspec.Struct):
 
 async def classify_route(serving: Serving, request: Request) -> Response:
     """POST /classify: a classifier's logits for each text; with `input`, as vLLM has this route"""
-    body, ignored, size = await schemas.read_body(serving, request, SglangPoolingBody)
+    call = await schemas.read_body(serving, request, SglangPoolingBody)
+    body = call.body
     if body.text is None and body.input_ids is None:
         if body.given_id is not None or body.dimensions is not None:
             raise RequestError("rid and dimensions come with text or input_ids", field="input_ids")
-        return await classify.respond(serving, request, body, ignored, size)
-    return await _respond(serving, request, body, ignored, size, inputs.label_rules(serving))
+        return await classify.respond(call)
+    return await _respond(call, inputs.label_rules(serving))
 
 
 async def encode(serving: Serving, request: Request) -> Response:
     """POST /encode: a vector for each text, or a classifier's logits"""
-    body, ignored, size = await schemas.read_body(serving, request, SglangPoolingBody)
-    if body.text is None and body.input_ids is None:
+    call = await schemas.read_body(serving, request, SglangPoolingBody)
+    if call.body.text is None and call.body.input_ids is None:
         raise RequestError("text or input_ids is required", field="input_ids")
-    return await _respond(serving, request, body, ignored, size, inputs.any_rules(serving))
+    return await _respond(call, inputs.any_rules(serving))
 
 
 async def embed(serving: Serving, request: Request) -> Response:
     """POST /v1/embeddings: a vector for each input, or a classifier's logits"""
-    body, ignored, size = await schemas.read_body(serving, request, embeddings.EmbeddingBody)
+    call = await schemas.read_body(serving, request, embeddings.EmbeddingBody)
     rules = inputs.any_rules(serving)
-    _check(rules, body.dimensions)
-    if isinstance(rules, LabelRules) and body.use_activation is None:
-        body.use_activation = False
-    return await embeddings.respond(serving, request, body, ignored, size, rules)
+    _check(rules, call.body.dimensions)
+    if isinstance(rules, LabelRules) and call.body.use_activation is None:
+        call.body.use_activation = False
+    return await embeddings.respond(call, rules)
 
 
-async def _respond(
-    serving: Serving, request: Request, body: SglangPoolingBody, ignored: list[str], size: int, rules: PoolingRules
-) -> Response:
+async def _respond(call: RouteCall[SglangPoolingBody], rules: PoolingRules) -> Response:
     """The vectors of a body with texts or ids."""
+    serving, body = call.serving, call.body
     began = time.monotonic()
     if body.input is not None or body.messages is not None:
         raise invalid("input", "and messages exclude text and input_ids")
@@ -84,11 +84,11 @@ async def _respond(
     if not isinstance(rules, LabelRules):
         rules.check_dimensions(body.dimensions, width)
         width = body.dimensions or width
-    prompts, field, listed = await off_loop(request, size, lambda: generate.prompts_of(serving, body))
+    prompts, field, listed = await call.run(lambda: generate.prompts_of(serving, body))
     inputs.check_reply(serving, len(prompts) * width * inputs.BYTES_OF_VALUE, field, "fewer prompts")
     body.request_id = generate.request_id(body.given_id, len(prompts)) or body.request_id
     fields = FieldPaths(f"{field}[0]" if listed and len(prompts) == 1 else field)
-    pooled = await inputs.pool(serving, request, body, rules.params, prompts, fields, ignored)
+    pooled = await inputs.pool(call, rules.params, prompts, fields)
     elapsed = time.monotonic() - began
 
     def reply() -> Response:
@@ -98,7 +98,7 @@ async def _respond(
         ]
         return replies.json(vectors if listed else vectors[0], pooled.headers)
 
-    return await off_loop(request, 1 << 20, reply)
+    return await call.run(reply, inputs.REPLY_BYTES)
 
 
 def _values(rules: PoolingRules, body: SglangPoolingBody, vector: bytes) -> NDArray[np.float32]:

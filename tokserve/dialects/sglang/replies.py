@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.base.errors import RequestError
-from tokserve.dialects.openai import schemas
 from tokserve.server.admin.commands import query_and_body
 from tokserve.server.http import body, errors
+from tokserve.server.route_call import ignored_header
 from tokserve.server.serving import Serving
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -65,7 +65,7 @@ async def read_body(serving: Serving, request: Request, kind: type[T]) -> tuple[
     query, sent, _ = await query_and_body(serving, request, kind)
     ignored = [str(name) for name in sent if name not in kind.__struct_encode_fields__]
     values = {name: value for name, value in sent.items() if value is not None}
-    return body.convert(query | values, kind, strict=False), schemas.ignored_header(ignored)
+    return body.convert(query | values, kind, strict=False), ignored_header(ignored)
 
 
 def json(value: Any, headers: dict[str, str] | None = None) -> Response:

@@ -12,7 +12,6 @@ from tokserve.base.errors import invalid
 from tokserve.dialects.openai import schemas, tokenize
 from tokserve.dialects.openai.completions import MAX_PROMPTS
 from tokserve.dialects.sglang.replies import json
-from tokserve.server.http.workers import off_loop
 from tokserve.server.serving import Serving
 
 
@@ -45,10 +44,11 @@ class SglangText(msgspec.Struct):
 
 async def tokenize_texts(serving: Serving, request: Request) -> Response:
     """POST /tokenize: the ids of a text, of several or of a chat"""
-    body, ignored, size = await schemas.read_body(serving, request, SglangTokenizeBody)
+    call = await schemas.read_body(serving, request, SglangTokenizeBody)
+    body = call.body
     texts = body.prompt
     if not isinstance(texts, list):
-        return await tokenize.respond(serving, request, body, ignored, size)
+        return await tokenize.respond(call)
     if body.messages is not None or body.return_token_strs:
         field = "messages" if body.messages is not None else "return_token_strs"
         raise invalid(field, "is for one prompt, not for a list")
@@ -59,16 +59,16 @@ async def tokenize_texts(serving: Serving, request: Request) -> Response:
             serving.check_text(text, f"prompt[{index}]", tokenize.MIN_BYTES)
         ids = serving.tokenizer.encode_each(texts, body.add_special_tokens is not False)
         reply = TokenizedTexts(ids, list(map(len, ids)), serving.llm.ready.max_model_len)
-        return json(reply, schemas.ignored_header(ignored))
+        return json(reply, call.headers)
 
-    return await off_loop(request, size, work)
+    return await call.run(work)
 
 
 async def detokenize(serving: Serving, request: Request) -> Response:
     """POST /detokenize: the text of ids, or the texts of lists of ids"""
-    body, ignored, size = await schemas.read_body(serving, request, SglangDetokenizeBody)
-    skip = body.skip_special_tokens is not False
-    tokens: list[Any] = body.tokens
+    call = await schemas.read_body(serving, request, SglangDetokenizeBody)
+    skip = call.body.skip_special_tokens is not False
+    tokens: list[Any] = call.body.tokens
 
     def decoded(ids: list[int], field: str) -> str:
         serving.check_ids(ids, field)
@@ -87,9 +87,9 @@ async def detokenize(serving: Serving, request: Request) -> Response:
             text = [decoded(ids, f"tokens[{index}]") for index, ids in enumerate(tokens)]
         else:
             text = decoded(tokens, "tokens")
-        return json(SglangText(text, text), schemas.ignored_header(ignored))
+        return json(SglangText(text, text), call.headers)
 
-    return await off_loop(request, size, work)
+    return await call.run(work)
 
 
 def _check_count(values: list[Any], field: str) -> None:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from starlette.requests import Request
 
 from tokserve.base.errors import Overloaded, RequestError, invalid
 from tokserve.client.outputs import ChoiceOutput
@@ -22,9 +21,10 @@ from tokserve.protocol.params import SamplingParams
 from tokserve.server import compat
 from tokserve.server.generation import Usage
 from tokserve.server.http.declared import OPTIONS, model
-from tokserve.server.http.workers import ITEM, off_loop
+from tokserve.server.http.workers import ITEM
 from tokserve.server.replies import sse
 from tokserve.server.request_starter import FieldPaths
+from tokserve.server.route_call import RouteCall
 from tokserve.server.serving import Serving
 
 USED = ("priority", "cache_salt", "group_id", "deadline_ms", "queue_timeout_ms", "data_parallel_rank")
@@ -58,11 +58,10 @@ class LabelScores(NamedTuple):
     headers: dict[str, str]
 
 
-async def score_labels(
-    serving: Serving, request: Request, body: LabelScoresBody, size: int, ignored: list[str], *, joins_texts: bool
-) -> LabelScores:
-    """The labels' probabilities.  `joins_texts`: a query and an item that are texts are tokenized as one.  `size`: of
-    the body, in bytes.  Raises RequestError."""
+async def score_labels(call: RouteCall[LabelScoresBody], *, joins_texts: bool) -> LabelScores:
+    """The labels' probabilities.  `joins_texts`: a query and an item that are texts are tokenized as one.  Raises
+    RequestError."""
+    serving, request, body = call.serving, call.request, call.body
     query = body.query
     if query is None:
         raise RequestError("query is required", field="query")
@@ -72,15 +71,15 @@ async def score_labels(
         max_tokens=1, temperature=0.0, logprob_token_ids=body.label_token_ids, logprobs_mode="raw", ignore_eos=True
     )
     serving.requests.name_request(request, body)
-    prompts = await off_loop(request, size, lambda: prompts_of(serving, body, query, joins_texts=joins_texts))
+    prompts = await call.run(lambda: prompts_of(serving, body, query, joins_texts=joins_texts))
     generate = serving.requests.request_of(request, body, params, text=False)
     place = "items[0]" if len(prompts) == 1 else "items"
     paths = FieldPaths(place, others={"logprob_token_ids": "label_token_ids"})
     generation = await serving.requests.start(request, generate, prompts, paths)
     choices = sorted(await sse.collect(generation, request), key=lambda choice: choice.index)
     softmax = bool(body.apply_softmax)
-    rows = await off_loop(request, ITEM * len(choices), lambda: [probabilities(one, softmax) for one in choices])
-    headers = {"X-Request-Id": generate.request_id, **schemas.ignored_header(ignored)}
+    rows = await call.run(lambda: [probabilities(one, softmax) for one in choices], ITEM * len(choices))
+    headers = {"X-Request-Id": generate.request_id, **call.headers}
     return LabelScores(np.stack(rows), generation.key, generation.usage(), headers)
 
 

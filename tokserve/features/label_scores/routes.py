@@ -13,7 +13,6 @@ from tokserve.features.label_scores import labels
 from tokserve.features.label_scores.labels import LabelScoresBody
 from tokserve.server.endpoint import Endpoint
 from tokserve.server.generation import Usage
-from tokserve.server.http import body as bodies
 from tokserve.server.serving import Serving
 
 
@@ -38,13 +37,13 @@ class LabelScoresReply(msgspec.Struct):
 
 async def generative_scoring(serving: Serving, request: Request) -> Response:
     """POST /generative_scoring: the probability of the first of some tokens after a query and each item"""
-    body, ignored, size = await schemas.read_body(serving, request, LabelScoresBody)
-    body.apply_softmax = body.apply_softmax is not False
-    scored = await labels.score_labels(serving, request, body, size, ignored, joins_texts=False)
+    call = await schemas.read_body(serving, request, LabelScoresBody)
+    call.body.apply_softmax = call.body.apply_softmax is not False
+    scored = await labels.score_labels(call, joins_texts=False)
     data = [LabelScore(index, value) for index, value in enumerate(scored.probabilities[:, 0].tolist())]
-    name = serving.model.answers_as(body.model)
+    name = serving.model.answers_as(call.body.model)
     reply = LabelScoresReply(f"generative-scoring-{scored.key}", int(time.time()), name, data, scored.usage)
-    return bodies.reply(request, reply, scored.headers)
+    return call.reply(reply, scored.headers)
 
 
 ENDPOINTS = (

@@ -19,8 +19,6 @@ from tokserve.dialects.openai.schemas import ChatBody, CompletionBody, TextBody
 from tokserve.dialects.openai.tools import ToolPlan
 from tokserve.features.chat.output_format import AT_CONTENT
 from tokserve.protocol.params import SamplingParams
-from tokserve.server.http import body
-from tokserve.server.http.workers import off_loop
 from tokserve.server.serving import Serving
 
 T = TypeVar("T", bound=TextBody)
@@ -28,15 +26,15 @@ T = TypeVar("T", bound=TextBody)
 
 async def derender_chat(serving: Serving, request: Request) -> Response:
     """POST /v1/chat/completions/derender: a generate reply as a chat reply"""
-    request_body, ignored, size = await schemas.read_body(serving, request, DerenderChatBody)
+    route = await schemas.read_body(serving, request, DerenderChatBody)
+    request_body = route.body
     if request_body.stream:
         if request_body.generate_response is not None:
             raise invalid("generate_response", "is a complete reply: a stream has generate_chunk")
-        make = partial(_chat_stream, serving, request_body)
-        return await derender_chunk(serving, request, request_body, ignored, size, make)
+        return await derender_chunk(route, partial(_chat_stream, serving, request_body))
     if request_body.generate_response is None:
         raise invalid("generate_response", "is required")
-    text_body, plan, params = _chat_plan(serving, request_body.chat_request, ignored)
+    text_body, plan, params = _chat_plan(serving, request_body.chat_request, route.ignored)
 
     def work() -> Response:
         sent, start = text_body or ChatBody(), AT_CONTENT
@@ -53,9 +51,9 @@ async def derender_chat(serving: Serving, request: Request) -> Response:
         external.completion_tokens = sum(len(end.token_ids) for end in reader.ends)
         answers = chat.reader_of(serving, plan, external, reader.params, start)
         renderer = chat.ChatRenderer(serving, external, sent, reader.params, answers)
-        return body.reply(request, renderer.reply(reader.ends), schemas.ignored_header(ignored))
+        return route.reply(renderer.reply(reader.ends))
 
-    return await off_loop(request, size, work)
+    return await route.run(work)
 
 
 def _chat_plan(
@@ -96,20 +94,20 @@ def _external(
 
 async def derender_completions(serving: Serving, request: Request) -> Response:
     """POST /v1/completions/derender: the generate replies to a request's prompts as one reply"""
-    request_body, ignored, size = await schemas.read_body(serving, request, DerenderCompletionBody)
+    route = await schemas.read_body(serving, request, DerenderCompletionBody)
+    request_body = route.body
     replies = request_body.generate_responses
     if request_body.stream:
         if replies is not None:
             raise invalid("generate_responses", "are complete replies: a stream has generate_chunk")
-        make = partial(_completion_stream, serving, request_body)
-        return await derender_chunk(serving, request, request_body, ignored, size, make)
+        return await derender_chunk(route, partial(_completion_stream, serving, request_body))
     if not replies:
         raise invalid("generate_responses", "must have a reply per prompt")
     for name in ("prompt_tokens", "prompt_token_ids"):
         entries = getattr(request_body, name)
         if entries is not None and len(entries) != len(replies):
             raise invalid(name, f"must have an entry per reply: {len(replies)}")
-    text_body = _request(serving, CompletionBody, request_body.completion_request, "completion_request", ignored)
+    text_body = _request(serving, CompletionBody, request_body.completion_request, "completion_request", route.ignored)
     params = None
     prompts: list[str | list[int]] = []
     if text_body is not None:
@@ -129,9 +127,9 @@ async def derender_completions(serving: Serving, request: Request) -> Response:
         renderer = completions.CompletionRenderer(
             serving, external, text_body or CompletionBody(), reader.params, texts
         )
-        return body.reply(request, renderer.reply(ends), schemas.ignored_header(ignored))
+        return route.reply(renderer.reply(ends))
 
-    return await off_loop(request, size, work)
+    return await route.run(work)
 
 
 def _completion_stream(

@@ -11,19 +11,18 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.base.errors import invalid
 from tokserve.client.outputs import TERMINATORS, ChoiceOutput, Column
-from tokserve.dialects.openai import chat, completions, schemas
+from tokserve.dialects.openai import chat, completions
 from tokserve.dialects.openai.derender.bodies import Count, DerenderBody, ParsedChoice, ParsedChunk, ParsedChunkUsage
 from tokserve.dialects.openai.derender.reader import ExternalReply, ReplyReader
 from tokserve.protocol.columns import LOGPROBS
 from tokserve.protocol.params import MAX_CHOICES
 from tokserve.server.generation import Usage
 from tokserve.server.http import body
-from tokserve.server.http.workers import off_loop
+from tokserve.server.route_call import RouteCall, ignored_header
 from tokserve.server.serving import Serving
 
 MAX_STREAMS = 512  # whose parsers are kept
@@ -181,10 +180,9 @@ def _same_request(one: DerenderBody, other: DerenderBody) -> bool:
 Make = Callable[[str | None, int], DerenderStream]  # of the id of the request that generates, and a choice's index
 
 
-async def derender_chunk(
-    serving: Serving, request: Request, sent: DerenderBody, ignored: list[str], size: int, make: Make
-) -> Response:
+async def derender_chunk(route: RouteCall[DerenderBody], make: Make) -> Response:
     """One event of a stream of generate as one of a text route.  `make`: makes a stream that has not begun."""
+    serving, sent = route.serving, route.body
     if sent.generate_chunk is None:
         raise invalid("generate_chunk", "is required")
     chunk = body.convert(sent.generate_chunk, ParsedChunk, "generate_chunk")
@@ -219,7 +217,7 @@ async def derender_chunk(
             made.usage = stream.usage(chunk.usage)
         return stream, made
 
-    stream, made = await off_loop(request, size + 8 * len(state.output_token_ids), work)
+    stream, made = await route.run(work, route.size + 8 * len(state.output_token_ids))
     stream_id = state.stream_id or secrets.token_hex(12)
     streams.keep(stream_id, stream)
     after = StreamState(
@@ -229,4 +227,4 @@ async def derender_chunk(
         stream_id=stream_id,
     )
     reply = DerenderedChunk(made, after) if isinstance(made, chat.ChatChunk) else DerenderedCompletion(made, after)
-    return body.reply(request, reply, schemas.ignored_header([*ignored, *stream.ignored]))
+    return route.reply(reply, ignored_header([*route.ignored, *stream.ignored]))

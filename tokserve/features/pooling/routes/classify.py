@@ -13,8 +13,7 @@ from tokserve.dialects.openai import schemas
 from tokserve.features.pooling.pooled_outputs import LabelRules
 from tokserve.features.pooling.routes import inputs
 from tokserve.features.pooling.routes.inputs import PooledPrompts, PoolingUsage
-from tokserve.server.http import body as bodies
-from tokserve.server.http.workers import off_loop
+from tokserve.server.route_call import RouteCall
 from tokserve.server.serving import Serving
 
 
@@ -44,28 +43,28 @@ class ClassifyReply(msgspec.Struct):
 
 async def classify(serving: Serving, request: Request) -> Response:
     """POST /classify: probabilities of a classifier's labels for each input, or logits"""
-    return await respond(serving, request, *await schemas.read_body(serving, request, ClassifyBody))
+    return await respond(await schemas.read_body(serving, request, ClassifyBody))
 
 
-async def respond(serving: Serving, request: Request, body: ClassifyBody, ignored: list[str], size: int) -> Response:
-    """Probabilities or logits of each input.  `size`: bytes of the body."""
+async def respond(call: RouteCall[ClassifyBody]) -> Response:
+    """Probabilities or logits of each input."""
+    serving, body = call.serving, call.body
     rules = inputs.label_rules(serving)
     if rules.tokens:
         raise RequestError("this model labels tokens: use /pooling", field="model", code=inputs.UNSUPPORTED)
-    serving.requests.name_request(request, body)
-    prompts = await off_loop(request, size, lambda: inputs.prompts_of(serving, body))
+    serving.requests.name_request(call.request, body)
+    prompts = await call.run(lambda: inputs.prompts_of(serving, body))
     bytes_of_one = len(rules.labels) * inputs.BYTES_OF_VALUE
     inputs.check_reply(serving, len(prompts) * bytes_of_one, inputs.fields_of(body).prompt, "fewer inputs")
-    pooled = await inputs.pool(serving, request, body, rules.params, prompts, inputs.fields_of(body), ignored)
-    name = serving.model.answers_as(body.model)
-    return await off_loop(request, 1 << 20, lambda: _reply(request, body, rules, pooled, name))
+    pooled = await inputs.pool(call, rules.params, prompts, inputs.fields_of(body))
+    return await call.run(lambda: _reply(call, rules, pooled), inputs.REPLY_BYTES)
 
 
-def _reply(request: Request, body: ClassifyBody, rules: LabelRules, pooled: PooledPrompts, name: str) -> Response:
+def _reply(call: RouteCall[ClassifyBody], rules: LabelRules, pooled: PooledPrompts) -> Response:
     items = []
     for index, vector in enumerate(pooled.vectors):
-        values = rules.finish(vector, body.use_activation)
+        values = rules.finish(vector, call.body.use_activation)
         items.append(ClassifyItem(index, rules.label(values), values.tolist(), len(values)))
-    return bodies.reply(
-        request, ClassifyReply(f"classify-{pooled.key}", int(time.time()), name, items, pooled.usage), pooled.headers
-    )
+    name = call.serving.model.answers_as(call.body.model)
+    reply = ClassifyReply(f"classify-{pooled.key}", int(time.time()), name, items, pooled.usage)
+    return call.reply(reply, pooled.headers)

@@ -18,8 +18,6 @@ from tokserve.dialects.openai import schemas
 from tokserve.dialects.openai.completions import tokenized
 from tokserve.features.chat.prompts import Side, cut
 from tokserve.features.pooling.routes import inputs
-from tokserve.server.http import body as bodies
-from tokserve.server.http.workers import off_loop
 from tokserve.server.request_starter import FieldPaths
 from tokserve.server.serving import Serving
 
@@ -72,7 +70,8 @@ class CohereReply(msgspec.Struct):
 
 async def embed(serving: Serving, request: Request) -> Response:
     """POST /v2/embed: embeddings by type, as in Cohere's API"""
-    body, ignored, size = await schemas.read_body(serving, request, CohereBody)
+    call = await schemas.read_body(serving, request, CohereBody)
+    body = call.body
     rules = inputs.vector_rules(serving)
     hidden = serving.llm.ready.facts["hidden_size"]
     try:
@@ -86,21 +85,21 @@ async def embed(serving: Serving, request: Request) -> Response:
     texts = _texts(body)
     inputs.check_reply(serving, len(texts) * width * inputs.BYTES_OF_VALUE * len(types), "texts", "fewer texts")
     serving.requests.name_request(request, body)
-    prompts = await off_loop(request, size, lambda: _prompts(serving, body, texts))
+    prompts = await call.run(lambda: _prompts(serving, body, texts))
     if body.input_type is not None:
         if body.input_type not in INPUT_TYPES:
             raise invalid("input_type", f"must be one of {', '.join(INPUT_TYPES)}")
-        ignored = [*ignored, "input_type"]
+        call.ignored.append("input_type")
     paths = FieldPaths("texts[0]" if len(texts) == 1 else "texts")
-    pooled = await inputs.pool(serving, request, body, rules.params, prompts, paths, ignored)
+    pooled = await inputs.pool(call, rules.params, prompts, paths)
 
     def reply() -> Response:
         rows = [rules.finish(vector, body.output_dimension, body.use_activation) for vector in pooled.vectors]
         by_type: dict[str, list[Any]] = {kind: [_encoded(row, kind) for row in rows] for kind in types}
         units = Meta(BilledUnits(pooled.usage.prompt_tokens))
-        return bodies.reply(request, CohereReply(f"embd-{pooled.key}", by_type, texts, units), pooled.headers)
+        return call.reply(CohereReply(f"embd-{pooled.key}", by_type, texts, units), pooled.headers)
 
-    return await off_loop(request, 1 << 20, reply)
+    return await call.run(reply, inputs.REPLY_BYTES)
 
 
 def _texts(body: CohereBody) -> list[str]:

@@ -19,8 +19,7 @@ from tokserve.dialects.openai import schemas
 from tokserve.features.pooling.pooled_outputs import LabelRules, PoolingRules, VectorRules, rules_for
 from tokserve.features.pooling.routes import inputs
 from tokserve.features.pooling.routes.inputs import PooledPrompts, PoolingUsage
-from tokserve.server.http import body as bodies
-from tokserve.server.http.workers import off_loop
+from tokserve.server.route_call import RouteCall
 from tokserve.server.serving import Serving
 
 Encoding = Literal["float", "base64", "bytes", "bytes_only"]
@@ -81,39 +80,37 @@ class VectorsReply(msgspec.Struct):
 
 async def embeddings(serving: Serving, request: Request) -> Response:
     """POST /v1/embeddings: a vector for each input"""
-    body, ignored, size = await schemas.read_body(serving, request, EmbeddingBody)
-    return await respond(serving, request, body, ignored, size, inputs.vector_rules(serving))
+    call = await schemas.read_body(serving, request, EmbeddingBody)
+    return await respond(call, inputs.vector_rules(serving))
 
 
 async def vectors(serving: Serving, request: Request) -> Response:
     """POST /pooling: embeddings or label probabilities, for each input or for each token"""
-    body, ignored, size = await schemas.read_body(serving, request, VectorsBody)
-    return await respond(serving, request, body, ignored, size, rules_for(inputs.any_rules(serving), body.task))
+    call = await schemas.read_body(serving, request, VectorsBody)
+    return await respond(call, rules_for(inputs.any_rules(serving), call.body.task))
 
 
-async def respond(
-    serving: Serving, request: Request, body: EmbeddingBody, ignored: list[str], size: int, rules: PoolingRules
-) -> Response:
-    """What the rules make of each input.  `size`: bytes of the body."""
+async def respond(call: RouteCall[EmbeddingBody], rules: PoolingRules) -> Response:
+    """What the rules make of each input."""
+    serving, body = call.serving, call.body
     if isinstance(rules, VectorRules):
         rules.check_dimensions(body.dimensions, serving.llm.ready.facts["hidden_size"])
     elif body.dimensions is not None:
         raise RequestError("dimensions is for embeddings", field="dimensions", code=inputs.UNSUPPORTED)
-    serving.requests.name_request(request, body)
-    prompts = await off_loop(request, size, lambda: inputs.prompts_of(serving, body))
+    serving.requests.name_request(call.request, body)
+    prompts = await call.run(lambda: inputs.prompts_of(serving, body))
     width = inputs.BYTES_OF_VALUE if body.encoding_format in (None, "float") else BYTES_PACKED
     values = body.dimensions or serving.llm.ready.facts["hidden_size"]
     if isinstance(rules, LabelRules):
         values = len(rules.labels)
     count = sum(map(len, prompts)) if rules.tokens else len(prompts)
     inputs.check_reply(serving, count * values * width, "input", "fewer inputs, or ask for base64")
-    pooled = await inputs.pool(serving, request, body, rules.params, prompts, inputs.fields_of(body), ignored)
-    return await off_loop(request, 1 << 20, lambda: _reply(serving, request, body, rules, pooled))
+    pooled = await inputs.pool(call, rules.params, prompts, inputs.fields_of(body))
+    return await call.run(lambda: _reply(call, rules, pooled), inputs.REPLY_BYTES)
 
 
-def _reply(
-    serving: Serving, request: Request, body: EmbeddingBody, rules: PoolingRules, pooled: PooledPrompts
-) -> Response:
+def _reply(call: RouteCall[EmbeddingBody], rules: PoolingRules, pooled: PooledPrompts) -> Response:
+    serving, body = call.serving, call.body
     rows: list[NDArray[np.float32]]
     if isinstance(rules, VectorRules):
         hidden = serving.llm.ready.facts["hidden_size"]
@@ -131,7 +128,7 @@ def _reply(
         reply = VectorsReply(*about, [VectorItem(i, one) for i, one in enumerate(encoded)], pooled.usage)
     else:
         reply = EmbeddingReply(*about, [EmbeddingItem(i, one) for i, one in enumerate(encoded)], pooled.usage)
-    return bodies.reply(request, reply, pooled.headers)
+    return call.reply(reply, pooled.headers)
 
 
 def _packed(

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from starlette.requests import Request
 
 from tokserve.base.errors import Overloaded, RequestError, invalid
 from tokserve.dialects.openai import schemas
@@ -24,10 +23,12 @@ from tokserve.server.http.declared import OPTIONS, model
 from tokserve.server.http.errors import renamed
 from tokserve.server.replies import sse
 from tokserve.server.request_starter import FieldPaths, Prompts
+from tokserve.server.route_call import RouteCall
 from tokserve.server.serving import Serving
 
 USED = ("priority", "cache_salt", "group_id", "deadline_ms", "queue_timeout_ms", "data_parallel_rank")
 BYTES_OF_VALUE = 24  # of a float in JSON, at most
+REPLY_BYTES = 1 << 20  # of any reply with vectors: it is made in a thread
 CUT_BYTES = 1 << 20  # a text that is to be cut may have so many bytes, even if they exceed the context
 MAX_TRIES = 3  # to have all vectors of a request made by the same weights
 UNSUPPORTED = "unsupported"  # code of what this model cannot do: a 400, not a 501, which SDKs repeat
@@ -203,21 +204,16 @@ def encoded(vector: NDArray[np.float32], encoding: str) -> Any:
 
 
 async def pool(
-    serving: Serving,
-    request: Request,
-    body: PoolingBody,
-    params: PoolingParams,
-    prompts: Prompts,
-    fields: FieldPaths,
-    ignored: list[str],
+    call: RouteCall[PoolingBody], params: PoolingParams, prompts: Prompts, fields: FieldPaths
 ) -> PooledPrompts:
     """A vector for each prompt, all of one version of the weights; all of them, or RequestError."""
-    generate = serving.requests.request_of(request, body, params, text=False)
-    headers = {"X-Request-Id": generate.request_id, **schemas.ignored_header(ignored)}
+    requests = call.serving.requests
+    generate = requests.request_of(call.request, call.body, params, text=False)
+    headers = {"X-Request-Id": generate.request_id, **call.headers}
     for _ in range(MAX_TRIES):
-        generation = await serving.requests.start(request, generate, prompts, fields)
+        generation = await requests.start(call.request, generate, prompts, fields)
         try:
-            choices = sorted(await sse.collect(generation, request), key=lambda choice: choice.index)
+            choices = sorted(await sse.collect(generation, call.request), key=lambda choice: choice.index)
             for choice in choices:
                 if not packed_vector(choice):
                     message, detail = f"the request ended without a vector ({choice.stop_detail})", choice.stop_detail

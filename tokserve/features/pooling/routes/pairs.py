@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from starlette.requests import Request
 
 from tokserve.base.errors import RequestError, invalid
 from tokserve.client.inputs import token_prompt
@@ -16,8 +15,8 @@ from tokserve.features.pooling.pooled_outputs import VectorRules
 from tokserve.features.pooling.routes import inputs
 from tokserve.features.pooling.routes.inputs import PooledPrompts, PoolingBody
 from tokserve.protocol.prompt import TokenPrompt
-from tokserve.server.http.workers import off_loop
 from tokserve.server.request_starter import FieldPaths
+from tokserve.server.route_call import RouteCall
 from tokserve.server.serving import Serving
 
 MAX_PAIR_TOKENS = 1 << 24  # of all pairs of a request: a long query may be in each
@@ -83,10 +82,9 @@ def _text(value: Any, field: str) -> Any:
     return value["text"]
 
 
-async def score(
-    serving: Serving, request: Request, body: PairsBody, sides: Sides, size: int, ignored: list[str]
-) -> Scored:
-    """The score of each pair.  `size`: of the body.  Raises RequestError."""
+async def score(call: RouteCall[PairsBody], sides: Sides) -> Scored:
+    """The score of each pair.  Raises RequestError."""
+    serving, body = call.serving, call.body
     rules = inputs.any_rules(serving)
     if not isinstance(rules, VectorRules):
         check_scores_pairs(rules)
@@ -96,13 +94,13 @@ async def score(
     except RequestError as error:
         raise RequestError(error.message, field=sides.fields[1]) from None
     bare = _Prompts(serving, body, sides)
-    serving.requests.name_request(request, body)
+    serving.requests.name_request(call.request, body)
     if isinstance(rules, VectorRules):
-        prompts, paths = await off_loop(request, size, bare.alone)
+        prompts, paths = await call.run(bare.alone)
     else:
-        prompts, paths = await off_loop(request, size * max(1, len(pairs) // 8), lambda: bare.joined(pairs))
+        prompts, paths = await call.run(lambda: bare.joined(pairs), call.size * max(1, len(pairs) // 8))
     places = PairPaths(paths[0], paths=tuple(paths))
-    pooled = await inputs.pool(serving, request, body, rules.params, prompts, places, ignored)
+    pooled = await inputs.pool(call, rules.params, prompts, places)
     if not isinstance(rules, VectorRules):
         return Scored([float(rules.finish(vector, body.use_activation)[0]) for vector in pooled.vectors], pooled)
 
@@ -110,7 +108,7 @@ async def score(
         vectors = [rules.finish(vector) for vector in pooled.vectors]  # those of the first side come first
         return [similarity(vectors[first], vectors[len(sides.first) + second]) for first, second in pairs]
 
-    return Scored(await off_loop(request, 1 << 20, cosines), pooled)
+    return Scored(await call.run(cosines, inputs.REPLY_BYTES), pooled)
 
 
 class _Prompts:

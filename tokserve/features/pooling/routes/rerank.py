@@ -14,8 +14,6 @@ from tokserve.dialects.openai import schemas
 from tokserve.features.pooling.routes import pairs
 from tokserve.features.pooling.routes.inputs import PoolingUsage, is_listed
 from tokserve.features.pooling.routes.pairs import Sides
-from tokserve.server.http import body as bodies
-from tokserve.server.http.workers import off_loop
 from tokserve.server.serving import Serving
 
 PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
@@ -56,11 +54,12 @@ class RerankReply(msgspec.Struct):
 
 async def rerank(serving: Serving, request: Request) -> Response:
     """POST /rerank: documents ranked by relevance to a query"""
-    body, ignored, size = await schemas.read_body(serving, request, RerankBody)
+    call = await schemas.read_body(serving, request, RerankBody)
+    body = call.body
     if body.top_n is not None and body.top_n < 0:
         raise invalid("top_n", f"must be at least 0, got {body.top_n}")
-    sides = await off_loop(request, size, lambda: _sides(body))
-    scored = await pairs.score(serving, request, body, sides, size, ignored)
+    sides = await call.run(lambda: _sides(body))
+    scored = await pairs.score(call, sides)
     order = sorted(range(len(scored.scores)), key=lambda index: (-scored.scores[index], index))
     results = [
         RankedItem(index, scored.scores[index], UNSET if body.return_documents is False else _document(sides, index))
@@ -68,7 +67,7 @@ async def rerank(serving: Serving, request: Request) -> Response:
     ]
     pooled = scored.pooled
     reply = RerankReply(f"rerank-{pooled.key}", serving.model.answers_as(body.model), pooled.usage, results)
-    return await off_loop(request, size, lambda: bodies.reply(request, reply, pooled.headers))
+    return await call.run(lambda: call.reply(reply, pooled.headers))
 
 
 def _sides(body: RerankBody) -> Sides:

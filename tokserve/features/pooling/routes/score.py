@@ -14,8 +14,6 @@ from tokserve.dialects.openai import schemas
 from tokserve.features.pooling.routes import pairs
 from tokserve.features.pooling.routes.inputs import PoolingUsage
 from tokserve.features.pooling.routes.pairs import Sides
-from tokserve.server.http import body as bodies
-from tokserve.server.http.workers import off_loop
 from tokserve.server.serving import Serving
 
 PATHS = ("/score", "/v1/score")
@@ -55,15 +53,14 @@ class ScoreReply(msgspec.Struct):
 
 async def score(serving: Serving, request: Request) -> Response:
     """POST /score: a relevance score for each pair of texts"""
-    body, ignored, size = await schemas.read_body(serving, request, ScoreBody)
-    sides = await off_loop(request, size, lambda: _sides(body))
-    scored = await pairs.score(serving, request, body, sides, size, ignored)
+    call = await schemas.read_body(serving, request, ScoreBody)
+    sides = await call.run(lambda: _sides(call.body))
+    scored = await pairs.score(call, sides)
     items = [ScoreItem(index, value) for index, value in enumerate(scored.scores)]
     pooled = scored.pooled
-    reply = ScoreReply(
-        f"score-{pooled.key}", int(time.time()), serving.model.answers_as(body.model), items, pooled.usage
-    )
-    return bodies.reply(request, reply, pooled.headers)
+    name = serving.model.answers_as(call.body.model)
+    reply = ScoreReply(f"score-{pooled.key}", int(time.time()), name, items, pooled.usage)
+    return call.reply(reply, pooled.headers)
 
 
 def _sides(body: ScoreBody) -> Sides:
