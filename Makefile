@@ -71,9 +71,10 @@ WORKERS ?= 3
 test: install
 	@$(MAKE) --no-print-directory --jobs 2 fast-tests check
 
-# Collected once before, for the compiled files: three processes at a time would each compile all of them.
+# Collected once before, for the compiled files, where there are none: three processes would each compile all of them.
+COMPILED = $(wildcard tests/__pycache__/*-pytest-*.pyc)
 fast-tests: install
-	@$(BIN)/python -m pytest -q --collect-only > /dev/null || true
+	@$(if $(COMPILED),,$(BIN)/python -m pytest -q --collect-only > /dev/null || true)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-all: install check
