@@ -187,7 +187,7 @@ CMAKE = Need(
 )
 COMPILER = Need(
     "a C compiler",
-    ("root/test_gpus.py",),
+    ("root/test_gpus.py", "e2e/test_cuda_ipc.py"),
     lambda: any(map(shutil.which, ("gcc", "cc", "clang"))),
     "apt-get install gcc",
 )

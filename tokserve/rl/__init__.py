@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .adapter_push import AdapterPushResult
     from .blocking import Client
     from .client import AsyncClient, TokserveClient
+    from .cuda_ipc import CudaIpc
     from .delta_directory import WeightDirectory
     from .digests import checksum, checksums
     from .errors import (
@@ -35,6 +36,7 @@ _HOMES = {
     "adapter_push": ("AdapterPushResult",),
     "blocking": ("Client",),
     "client": ("AsyncClient", "TokserveClient"),
+    "cuda_ipc": ("CudaIpc",),
     "delta_directory": ("WeightDirectory",),
     "digests": ("checksum", "checksums"),
     "errors": (
@@ -57,6 +59,7 @@ __all__ = [
     "CandidateScores",
     "Client",
     "ClientClosed",
+    "CudaIpc",
     "PromptsFailed",
     "PushResult",
     "Rollout",

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .adapter_push import Adapter, AdapterPusher, AdapterPushResult
+    from .cuda_ipc import CudaIpc, IpcPusher
     from .group_channel import GroupChannel
     from .push import PushResult
     from .pusher import Pusher
@@ -100,6 +101,7 @@ class AsyncClient:
         self._pauses = 0  # blocks of `paused`
         self._is_paused = False  # by one of them
         self._resuming: set[asyncio.Task[None]] = set()
+        self._over: dict[str | CudaIpc, IpcPusher] = {}  # pushes by transport
 
     async def __aenter__(self) -> Self:
         return self
@@ -520,6 +522,13 @@ class AsyncClient:
     def _pusher(self) -> Pusher:
         return _torch_module("pusher").Pusher(self._channel)
 
+    def _pusher_over(self, transport: str | CudaIpc | None) -> Pusher | IpcPusher:
+        if transport is None:
+            return self._pusher
+        if transport not in self._over:
+            self._over[transport] = _torch_module("cuda_ipc").make_pusher(self._connection, transport)
+        return self._over[transport]
+
     async def join(
         self,
         backend: str,
@@ -543,16 +552,21 @@ class AsyncClient:
         await self._channel.leave()
 
     async def update_weights(
-        self, tensors: Weights, version: str | None = None, *, recompute_kv: bool = False
+        self,
+        tensors: Weights,
+        version: str | None = None,
+        *,
+        recompute_kv: bool = False,
+        transport: str | CudaIpc | None = None,
     ) -> dict[str, Any]:
         """Replace all weights, over the group if there is one, else over HTTP: {"weight_version", "epoch"}.
 
         `tensors`: a module, a state_dict, or pairs of (name, tensor), by names of the checkpoint, as
         `model.named_parameters()` of a transformers model gives them.  They are sent as they are; `push` rounds them as
-        the server would first, and so sends less.  `recompute_kv`: requests in flight go on with KV of the new weights.
-        If it fails, the server keeps its old weights.
+        the server would first, and so sends less.  `recompute_kv`, `transport`: as of `push`.  If it fails, the server
+        keeps its old weights.
         """
-        return await self._pusher.update(tensors, version, recompute_kv=recompute_kv)
+        return await self._pusher_over(transport).update(tensors, version, recompute_kv=recompute_kv)
 
     async def push(
         self,
@@ -563,6 +577,7 @@ class AsyncClient:
         directory: str | Path | None = None,
         anchor_every: int = 10,
         recompute_kv: bool = False,
+        transport: str | CudaIpc | None = None,
     ) -> PushResult:
         """Replace all weights by those of a module (a `PolicyModel`, say), a state_dict, or pairs of (name, tensor).
 
@@ -571,9 +586,11 @@ class AsyncClient:
         first time, everything is pushed, and the result says why.  For that a rounded copy of all weights is kept.
         `directory`: write files there, which this server and others (`load_weights`) read, a delta a version and all
         weights with every `anchor_every`-th.  `recompute_kv`: requests in flight go on with KV of the new weights, so
-        each token after the commit has the logprob that they give it.  If it fails, the server keeps its old weights.
+        each token after the commit has the logprob that they give it.  `transport`: "cuda_ipc", or a `CudaIpc`: through
+        memory of a GPU on which the server is too (deltas go over HTTP all the same).  If it fails, the server keeps
+        its old weights.
         """
-        return await self._pusher.push(
+        return await self._pusher_over(transport).push(
             weights, version, delta=delta, directory=directory, anchor_every=anchor_every, recompute_kv=recompute_kv
         )
 

@@ -31,6 +31,11 @@ class GroupChannel(WeightRoutes):
         """Whether `join` has formed a process group."""
         return self._group is not None
 
+    @property
+    def sends_on_device(self) -> bool:
+        """Whether tensors go over the group, which takes them from where they are."""
+        return self.has_group
+
     async def join(
         self, backend: str, address: str, port: int, *, rank_offset: int, world_size: int, timeout: float
     ) -> None:

@@ -1,7 +1,7 @@
 """How weights are pushed: sent, or written to a directory that servers read; deltas where that works.
 
-The transport is a `WeightChannel`, which has the calls of an update: HTTP with or without a process group, or the
-engine of an `LLM`.
+The transport is a `WeightChannel`, which has the calls of an update: HTTP with or without a process group or memory of
+a GPU, or the engine of an `LLM`.
 """
 
 from __future__ import annotations
@@ -71,10 +71,14 @@ class WeightChannel(Protocol):
     def has_group(self) -> bool:
         """Whether there is a process group."""
 
+    @property
+    def sends_on_device(self) -> bool:
+        """Whether `broadcast` sends all tensors of a part from where they are; else they go as files."""
+
     async def broadcast(
         self, announced: dict[str, Any], tensors: list[Tensor], *, packed: bool, handle: dict[str, Any]
     ) -> None:
-        """Announce tensors and send them over the group."""
+        """Announce tensors and send them over the group, or from where they are."""
 
 
 @asynccontextmanager
@@ -177,7 +181,7 @@ class Pusher:
         """Replace all weights by these, as they are: {"weight_version", "epoch"}."""
         self._commit = {"recompute_kv": True} if recompute_kv else {}
         named = await self._named(weights)
-        device = None if self._channel.has_group else "cpu"
+        device = None if self._channel.sends_on_device else "cpu"
         async with open_reader(named or weights, partial(copied_parts, device=device)) as parts:
             return (await self._send(parts, version))[0]
 
@@ -245,7 +249,7 @@ class Pusher:
         """Push everything, a part at a time, and keep nothing."""
         self._pushed = None
         server = await self._ask()  # another server may have taken the place of the last one
-        device = None if self._channel.has_group else "cpu"
+        device = None if self._channel.sends_on_device else "cpu"
 
         def parts(pairs: Pairs) -> Iterator[dict[str, Tensor]]:
             return in_parts((name, tensor) for name, tensor, _ in server.copies(pairs, device))
@@ -269,7 +273,7 @@ class Pusher:
             return await self._channel.finish({"weight_version": version} | self._commit | handle), size, elements
 
     async def _send_part(self, part: Mapping[str, Tensor], handle: dict[str, Any]) -> int:
-        if self._channel.has_group:
+        if self._channel.sends_on_device:
             await self._channel.broadcast(announcement(part), list(part.values()), packed=True, handle=handle)
             return sum(tensor.nbytes for tensor in part.values())
         size = 0

@@ -24,7 +24,10 @@ from tokserve.server.serving import Serving
 
 GROUP = "weight_update_group"  # the name of a group that has none
 FORMATS = ("auto", "safetensors")
-ROUTES = "send a safetensors file to POST /update_weights (content type application/octet-stream), or use shared memory"
+ROUTES = (
+    "send a safetensors file to POST /update_weights (content type application/octet-stream), or use shared memory or "
+    "CUDA IPC handles as JSON"
+)
 
 
 class DiskBody(msgspec.Struct):

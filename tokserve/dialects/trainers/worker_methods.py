@@ -1,7 +1,7 @@
 """POST /collective_rpc: methods of vLLM's workers, and of SkyRL's, which are commands of the engine here.
 
-A worker extension of the operator's goes before all of them.  Methods that receive CUDA handles, or unpickle what they
-get, are refused.
+A worker extension of the operator's goes before all of them.  Methods that receive CUDA memory by RDMA, or unpickle
+what they get, are refused.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tokserve.server.serving import Serving
 
 K = TypeVar("K", bound=msgspec.Struct)
 WAYS = (
-    "use a process group (/init_weight_transfer_engine, and /update_weights with update_info), a checkpoint directory, "
-    "or a safetensors file as the body of /update_weights (docs/rl.md)"
+    "use a process group (/init_weight_transfer_engine, and /update_weights with update_info), CUDA IPC handles as JSON "
+    "in update_info, a checkpoint directory, or a safetensors file as the body of /update_weights (docs/rl.md)"
 )
 REFUSED = {
-    "update_weights_ipc": "receives CUDA IPC handles",
+    "update_weights_ipc": "receives CUDA IPC handles in a pickle",
     "init_weight_transfer_engine_rdt": "receives CUDA memory by RDMA",
     "update_weights_rdt": "receives CUDA memory by RDMA",
     "init_weight_update_communicator": "unpickles what it gets, which can run any code",

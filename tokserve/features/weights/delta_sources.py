@@ -1,4 +1,4 @@
-"""Where the changes of a delta come from: a process group, shared memory, or files that many servers read.
+"""Where the changes of a delta come from: a process group, this machine's memory, or files that many servers read.
 
 A safetensors body goes to `DeltaStaging` as it comes.  Each of these checks what is said before memory is taken for it.
 """
@@ -16,8 +16,9 @@ from torch import Tensor
 from tokserve.base.errors import RequestError
 from tokserve.features.lora.pushed_adapter import AdapterStaging
 from tokserve.features.weights.delta_staging import DeltaStaging
+from tokserve.features.weights.local_memory import local_tensors
 from tokserve.features.weights.staging import Staging
-from tokserve.features.weights.weight_sources import Announcement, SafetensorsStream, shared_memory
+from tokserve.features.weights.weight_sources import Announcement, SafetensorsStream
 from tokserve.models import formats
 from tokserve.rl import deltas
 from tokserve.rl.broadcast import DTYPES, TransferGroup, receive_tensors
@@ -31,12 +32,13 @@ STEP_NAMES = {"uint8": torch.uint8, "uint16": torch.uint16}
 READ_BYTES = 4 << 20
 
 
-def from_shared_memory(staging: DeltaStaging | Staging | AdapterStaging, announced: Announcement) -> None:
-    """The tensors of a delta's file, in a segment."""
+def from_local_memory(staging: DeltaStaging | Staging | AdapterStaging, announced: Announcement) -> None:
+    """The tensors of a delta's file, in a segment or in memory of a GPU."""
     declared = announced.declared(DTYPES | STEP_NAMES)
     staging.announce((name, shape, dtype) for name, dtype, shape in declared)
-    for name, tensor in shared_memory(announced, declared):
-        staging.push(name, tensor.clone())
+    with local_tensors(announced, declared, torch.device("cpu")) as tensors:
+        for name, tensor in tensors:
+            staging.push(name, tensor.clone())
 
 
 def from_group(staging: DeltaStaging, announced: Announcement, group: TransferGroup) -> None:

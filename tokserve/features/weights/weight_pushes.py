@@ -19,7 +19,7 @@ class EngineChannel:
 
     failures = (RequestError, EngineDead)
     not_opened = (RequestError, EngineDead)
-    has_group = False
+    has_group = sends_on_device = False
 
     def __init__(self, engine: AdminMethods) -> None:
         self._engine = engine

@@ -27,10 +27,21 @@ SHARED_MEMORY = Path("/dev/shm")
 MAX_HEADER = 64 << 20
 
 
+class SharedAllocation(msgspec.Struct, forbid_unknown_fields=True):
+    """Memory of a GPU that a process of this machine has exported: the 64 bytes of its CUDA IPC handle in hex, its size
+    in bytes, and the process."""
+
+    handle: str
+    size: int
+    pid: int
+
+
 class Announcement(msgspec.Struct, forbid_unknown_fields=True):
     """`update_info` of the backends that send tensors: parallel lists, in the order of sending.
 
     `segment`, `offsets`: name of a POSIX shared memory segment and the tensors' places in it, in bytes.
+    `ipc_handles`: in place of a segment, memory of GPUs by their UUIDs, which all hold the same: one for each name, or
+    one for all of them.
     `num_updates_list`: of a delta over a process group, how many elements of each tensor change.
     """
 
@@ -43,7 +54,13 @@ class Announcement(msgspec.Struct, forbid_unknown_fields=True):
     is_checkpoint_format: bool = True
     segment: str | None = None
     offsets: list[int] | None = None
+    ipc_handles: list[dict[str, SharedAllocation]] | None = None
     num_updates_list: list[int] | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the tensors are in memory of this machine, in place of a process group's."""
+        return self.segment is not None or self.ipc_handles is not None
 
     def counts(self) -> list[int]:
         """The number of changed elements of each tensor of a delta.  Raises RequestError."""
@@ -75,15 +92,18 @@ class Announcement(msgspec.Struct, forbid_unknown_fields=True):
 
 def announcement(source: dict[str, Any]) -> Announcement:
     """`source` with its types checked."""
-    if "ipc_handles" in source or "ipc_handles_pickled" in source:
+    if "ipc_handles_pickled" in source:
         raise RequestError(
-            "CUDA IPC handles are not supported; give segment and offsets (docs/rl.md), on a GPU too",
-            field="update_info.ipc_handles",
+            "ipc_handles_pickled is a pickle, and nothing is unpickled here: give ipc_handles in plain JSON (docs/rl.md)",
+            field="update_info.ipc_handles_pickled",
         )
     try:
-        return msgspec.convert(source, Announcement)
+        announced = msgspec.convert(source, Announcement)
     except msgspec.ValidationError as error:
         raise invalid_value(error, "update_info") from None
+    if announced.ipc_handles is not None and announced.segment is not None:
+        raise RequestError("give ipc_handles or a segment, not both", field="update_info.ipc_handles")
+    return announced
 
 
 class NoDirectory(RequestError):

@@ -27,6 +27,7 @@ from tokserve.features.weights import weight_sources as sources
 from tokserve.features.weights.checksums import checksums
 from tokserve.features.weights.coordinates import Coordinates, Parts, of_one_rank
 from tokserve.features.weights.delta_staging import DeltaStaging, check_base
+from tokserve.features.weights.local_memory import local_tensors
 from tokserve.features.weights.served_sums import ServedSums
 from tokserve.features.weights.staging import Staging
 from tokserve.models import weights
@@ -357,20 +358,23 @@ class WeightSync:
     def _take_announced(self, staging: Staging | DeltaStaging | AdapterStaging, source: dict[str, Any]) -> None:
         is_delta = isinstance(staging, DeltaStaging) or (isinstance(staging, AdapterStaging) and staging.is_delta)
         announced = sources.announcement(source if is_delta else self._packing | source)
-        if is_delta and announced.segment is not None:
-            return delta_sources.from_shared_memory(staging, announced)
+        if is_delta and announced.is_local:
+            return delta_sources.from_local_memory(staging, announced)
         if isinstance(staging, DeltaStaging):
             return delta_sources.from_group(staging, announced, self._joined())
         if is_delta:
             raise RequestError("a delta of an adapter comes as a file or in shared memory", field="update_info.names")
         declared = announced.declared()
         staging.announce((name, shape, dtype) for name, dtype, shape in declared)
-        if announced.segment is not None:
-            tensors = sources.shared_memory(announced, declared)
-        else:
-            size = announced.packed_buffer_size_bytes
-            tensors = broadcast.receive_tensors(self._joined(), declared, packed=announced.packed, buffer_bytes=size)
-        for name, tensor in tensors:
+        if announced.is_local:
+            with local_tensors(announced, declared, self._device.torch_device) as tensors:
+                for name, tensor in tensors:
+                    staging.push(name, tensor)
+            return
+        size = announced.packed_buffer_size_bytes
+        for name, tensor in broadcast.receive_tensors(
+            self._joined(), declared, packed=announced.packed, buffer_bytes=size
+        ):
             staging.push(name, tensor)
 
     def _joined(self) -> TransferGroup:
