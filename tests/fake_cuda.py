@@ -12,13 +12,13 @@ from tests import needs
 SOURCE = Path(__file__).with_name("fake_libcuda.c")
 
 
-def build(directory: Path) -> dict[str, str]:
-    """The environment of processes that are to see its two GPUs.  Skips the test without a C compiler."""
+def build(directory: Path) -> Path:
+    """The library, which processes with its folder in LD_LIBRARY_PATH load.  Skips the test without a C compiler."""
     needs.COMPILER.or_skip()
     compiler = shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
     library = directory / "libcuda.so.1"
     subprocess.run([str(compiler), "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-lrt"], check=True)
-    return {"LD_LIBRARY_PATH": str(directory)}
+    return library
 
 
 def uuid_of(number: int) -> str:

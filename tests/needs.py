@@ -62,6 +62,15 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def has_driver() -> bool:
+    """Whether NVIDIA's driver can be loaded."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
 def _has_mkl() -> bool:
     import torch
 
@@ -187,7 +196,7 @@ CMAKE = Need(
 )
 COMPILER = Need(
     "a C compiler",
-    ("root/test_gpus.py", "e2e/test_cuda_ipc.py"),
+    ("root/test_gpus.py", "fake_cuda.py"),
     lambda: any(map(shutil.which, ("gcc", "cc", "clang"))),
     "apt-get install gcc",
 )
@@ -217,7 +226,7 @@ BF16 = Need(
 TIME_SLICES = Need("time slices of threads", ("root/test_processes.py",), _has_time_slices, "Linux 6.12 or later")
 GPU = Need(
     "an NVIDIA GPU",
-    ("e2e/test_gpu.py", "e2e/test_gpu_training.py", "runner/test_gpu.py", "ops/test_triton.py"),
+    ("e2e/test_gpu.py", "e2e/test_gpu_ipc.py", "e2e/test_gpu_training.py", "runner/test_gpu.py", "ops/test_triton.py"),
     _has_gpu,
     "not for make test-all; scripts/gpu_check.sh runs what needs one",
 )

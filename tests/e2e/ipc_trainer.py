@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,6 @@ from tokserve.checkpoint import DEMO_DIR
 from tokserve.rl import Client, CudaIpc, TransferError
 from tokserve.rl.cuda_driver import load_driver
 from tokserve.rl.cuda_ipc import SharedBuffer
-from tokserve.rl.errors import WeightsError
 
 
 def scaled(factor: float) -> dict[str, Tensor]:
@@ -36,10 +36,10 @@ def fails_halfway(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 def share(url: str) -> None:
     """Export tensors, say where they are, and keep them until a line comes; then free them, and wait once more."""
     tensors = scaled(1.5)
-    buffer = SharedBuffer(1)
+    buffer = SharedBuffer(max(load_driver().devices.values()))
     offsets = buffer.fill(list(tensors.values()))
     owner, handle, size, pid = buffer.row
-    shown = {"handle": handle.hex(), "size": size, "pid": pid, "offsets": offsets, "uuid": owner.hex()}
+    shown = {"handle": handle.hex(), "size": size, "pid": pid, "offsets": offsets, "uuid": str(uuid.UUID(bytes=owner))}
     print(json.dumps(shown), flush=True)
     sys.stdin.readline()
     buffer.close()
@@ -70,28 +70,12 @@ def push_by_ranks(url: str, what: str, rank: int, count: int, port: int) -> dict
     return {"failed": None}
 
 
-def without_gpus() -> dict[str, Any]:
-    """What is said where there is no GPU, or not the one that is named."""
-    messages = []
-    for device in (0, 7):
-        try:
-            SharedBuffer(device).fill([torch.zeros(3)])
-        except WeightsError as error:
-            messages.append(error.message)
-    return {"messages": messages, "seen": len(load_driver().devices) if len(messages) == 1 else 0}
-
-
 def main() -> None:
     torch.set_num_threads(1)
     url, what, *ranks = sys.argv[1:]
     if what == "share":
         return share(url)
-    if what == "without_gpus":
-        result = without_gpus()
-    elif ranks:
-        result = push_by_ranks(url, what, *map(int, ranks))
-    else:
-        result = push(url, float(what))
+    result = push_by_ranks(url, what, *map(int, ranks)) if ranks else push(url, float(what))
     print(json.dumps(result))
 
 

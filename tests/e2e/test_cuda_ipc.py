@@ -17,13 +17,13 @@ from typing import Any
 import psutil
 import pytest
 
+from tests import needs
 from tests.e2e.ipc_trainer import scaled
 from tests.e2e.server import Served, Server
 from tests.fake_cuda import build, uuid_of
 from tests.ports import free_port
 from tests.replies import good
 from tokserve.rl import Client
-from tokserve.rl.cuda_driver import LIBRARY
 
 SCRIPT = Path(__file__).with_name("ipc_trainer.py")
 HANDLES = "update_info.ipc_handles"
@@ -31,12 +31,12 @@ HANDLES = "update_info.ipc_handles"
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return build(tmp_path_factory.mktemp("driver"))
+    return {"LD_LIBRARY_PATH": str(build(tmp_path_factory.mktemp("driver")).parent)}
 
 
 @pytest.fixture(scope="module")
 def server(driver: dict[str, str]) -> Iterator[Server]:
-    with Server("demo", "--device", "cpu", "--dtype", "float32", "--tokens-only", env=driver) as server:
+    with Server("demo", "--device", "cpu", "--tokens-only", env=driver) as server:
         yield server
 
 
@@ -67,11 +67,11 @@ def serves(server: Server, factor: float) -> bool:
 def test_a_push_leads_to_the_weights_of_the_trainer_to_the_bit(driver: dict[str, str], server: Server) -> None:
     (result,) = results(trainer(driver, server.url, 1.125))
     num_bytes = sum(tensor.nbytes for tensor in scaled(1.0).values())
-    assert result == {"version": "1.125", "mode": "full", "bytes": result["bytes"], "segments": []}
-    assert result["bytes"] <= num_bytes and serves(server, 1.125)
-    assert mapped(server) == []
+    assert result == {"version": "1.125", "mode": "full", "bytes": num_bytes, "segments": []}
+    assert serves(server, 1.125) and mapped(server) == []
 
 
+@pytest.mark.slow
 def test_several_ranks_push_together_and_fail_together(driver: dict[str, str], server: Server) -> None:
     for what in ("ranks", "fails"):
         port = free_port()
@@ -94,13 +94,16 @@ def shared(driver: dict[str, str], server: Server) -> Iterator[tuple[subprocess.
         shown = json.loads(process.stdout.readline())
         tensors = scaled(1.5)
         entry = {name: shown[name] for name in ("handle", "size", "pid")}
-        yield process, {
-            "names": list(tensors),
-            "dtype_names": [str(tensor.dtype) for tensor in tensors.values()],
-            "shapes": [list(tensor.shape) for tensor in tensors.values()],
-            "offsets": shown["offsets"],
-            "ipc_handles": [{f"GPU-{uuid_of(1)}": entry}],
-        }
+        yield (
+            process,
+            {
+                "names": list(tensors),
+                "dtype_names": [str(tensor.dtype) for tensor in tensors.values()],
+                "shapes": [list(tensor.shape) for tensor in tensors.values()],
+                "offsets": shown["offsets"],
+                "ipc_handles": [{f"GPU-{shown['uuid']}": entry}],
+            },
+        )
         process.communicate("\n\n", timeout=60)
 
 
@@ -121,8 +124,9 @@ def refusal(server: Served, update: dict[str, Any]) -> tuple[int, str, str]:
 def test_what_is_not_as_announced_is_refused_by_its_field(driver: dict[str, str], server: Server) -> None:
     engine = psutil.Process(server.process.pid).children(recursive=True)[-1].pid
     with shared(driver, server) as (process, update):
-        size = update["ipc_handles"][0][f"GPU-{uuid_of(1)}"]["size"]
-        entry = next(iter(update["ipc_handles"][0].values()))
+        ((owner, entry),) = update["ipc_handles"][0].items()
+        size = entry["size"]
+        assert owner == f"GPU-{uuid_of(1)}"
         cases = [
             (changed(update, handle="ab"), f"{HANDLES}.handle", "128 hexadecimal digits"),
             (changed(update, handle="z" * 128), f"{HANDLES}.handle", "128 hexadecimal digits"),
@@ -162,15 +166,7 @@ def test_what_is_not_as_announced_is_refused_by_its_field(driver: dict[str, str]
     assert serves(server, 1.5)
 
 
-def test_without_a_gpu_both_ends_say_so(driver: dict[str, str], tokens_only: Served) -> None:
-    (result,) = results(trainer(driver | {"FAKE_CUDA_DEVICES": "1"}, "", "without_gpus"))
-    assert result == {"messages": ["there is no GPU 7: this process sees 1"], "seen": 1}
-    (result,) = results(trainer(driver | {"FAKE_CUDA_DEVICES": "0"}, "", "without_gpus"))
-    assert ["CUDA_ERROR_NO_DEVICE" in message for message in result["messages"]] == [True, True]
-    if Path(LIBRARY).name in subprocess.run(["ldconfig", "-p"], capture_output=True, text=True).stdout:
-        pytest.skip("this machine has NVIDIA's driver")
-    (result,) = results(trainer({}, "", "without_gpus"))
-    assert ["NVIDIA's driver" in message for message in result["messages"]] == [True, True]
+def test_a_server_without_a_driver_says_so(tokens_only: Served) -> None:
     entry = {"handle": "ab" * 64, "size": 1 << 30, "pid": 1}
     tensors = scaled(1.0)
     update = {
@@ -181,7 +177,8 @@ def test_without_a_gpu_both_ends_say_so(driver: dict[str, str], tokens_only: Ser
         "ipc_handles": [{uuid_of(0): entry}],
     }
     status, param, text = refusal(tokens_only, update)
-    assert status == 400 and param == HANDLES and "segment and offsets" in text
+    assert status == 400 and param.startswith(HANDLES)
+    assert needs.has_driver() or "segment and offsets" in text
 
 
 @pytest.mark.slow

@@ -23,13 +23,13 @@ LAZY_PEER_ACCESS = 1  # flag: the memory may be another GPU's
 class IpcHandle(ctypes.Structure):
     """CUipcMemHandle, which is passed by value."""
 
-    _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]  # noqa: RUF012
+    _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
 
 
 class DeviceUuid(ctypes.Structure):
     """CUuuid."""
 
-    _fields_ = [("bytes", ctypes.c_ubyte * 16)]  # noqa: RUF012
+    _fields_ = [("bytes", ctypes.c_ubyte * 16)]
 
 
 SIGNATURES: dict[str, list[Any]] = {
@@ -69,11 +69,12 @@ class CudaDriver:
 
     def __init__(self, library: str) -> None:
         try:
-            self._library = ctypes.CDLL(library)
-            for name, types in SIGNATURES.items():
-                self._library[name].argtypes = types
+            loaded = ctypes.CDLL(library)
+            self._functions = {name: loaded[name] for name in SIGNATURES}
         except (OSError, AttributeError) as error:
             raise CudaError(f"CUDA IPC needs NVIDIA's driver: {error}") from None
+        for name, types in SIGNATURES.items():
+            self._functions[name].argtypes = types
         self.call("cuInit", 0)
         count = c_int()
         self.call("cuDeviceGetCount", byref(count))
@@ -94,10 +95,10 @@ class CudaDriver:
 
     def call(self, function: str, *args: Any) -> None:
         """Call a function of the driver.  Raises CudaError."""
-        code = self._library[function](*args)
+        code = self._functions[function](*args)
         if code:
             name = c_char_p()
-            self._library.cuGetErrorName(code, byref(name))
+            self._functions["cuGetErrorName"](code, byref(name))
             shown = (name.value or b"an unknown error").decode()
             raise CudaError(f"{function}: {shown} ({code})", shown)
 

@@ -20,7 +20,7 @@ class WeightRoutes:
     """The routes of one server.  `handle` of its methods: {"update_id"} of the update that is meant, or nothing."""
 
     not_opened = (ServerError, *NOT_SENT)  # errors of `start` after which no update of ours is open
-    failures = (ServerError, httpx.TransportError)
+    failures: tuple[type[Exception], ...] = (ServerError, httpx.TransportError)
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -22,8 +22,8 @@ from tokserve.server.serving import Serving
 
 K = TypeVar("K", bound=msgspec.Struct)
 WAYS = (
-    "use a process group (/init_weight_transfer_engine, and /update_weights with update_info), CUDA IPC handles as JSON "
-    "in update_info, a checkpoint directory, or a safetensors file as the body of /update_weights (docs/rl.md)"
+    "use a process group (/init_weight_transfer_engine, and /update_weights with update_info), CUDA IPC handles as "
+    "JSON in update_info, a checkpoint directory, or a safetensors file as the body of /update_weights (docs/rl.md)"
 )
 REFUSED = {
     "update_weights_ipc": "receives CUDA IPC handles in a pickle",

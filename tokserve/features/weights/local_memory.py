@@ -147,9 +147,7 @@ class MappedMemory:
         except CudaError:  # a driver that does not say: what is out of bounds fails when it is copied
             return address
         if size < allocation.size:
-            raise RequestError(
-                f"size is {allocation.size}, and the memory has {size} bytes", field=f"{HANDLES}.size"
-            )
+            raise RequestError(f"size is {allocation.size}, and the memory has {size} bytes", field=f"{HANDLES}.size")
         return address
 
 

@@ -94,7 +94,7 @@ def announcement(source: dict[str, Any]) -> Announcement:
     """`source` with its types checked."""
     if "ipc_handles_pickled" in source:
         raise RequestError(
-            "ipc_handles_pickled is a pickle, and nothing is unpickled here: give ipc_handles in plain JSON (docs/rl.md)",
+            "ipc_handles_pickled is a pickle, and nothing is unpickled here: give ipc_handles as JSON (docs/rl.md)",
             field="update_info.ipc_handles_pickled",
         )
     try:
