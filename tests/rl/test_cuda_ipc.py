@@ -12,7 +12,7 @@ import torch
 from tests.fake_cuda import build
 from tokserve.rl import TransferError, cuda_ipc
 from tokserve.rl.cuda_driver import CudaDriver, CudaError, DeviceContext
-from tokserve.rl.cuda_ipc import FAILED, GOES_ON, NO_MEMORY, ROW, Ranks, SharedBuffer, make_pusher
+from tokserve.rl.cuda_ipc import FAILED, GOES_ON, NO_MEMORY, ROW, PushingRanks, SharedBuffer, make_pusher
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_a_buffer_grows_and_is_freed(library: Path, monkeypatch: pytest.MonkeyPa
 def test_a_rank_that_fails_or_differs_ends_the_push(
     other: bytes, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks = Ranks(None)
+    ranks = PushingRanks(None)
     ranks.size = 2
     calls: list[Any] = []
 

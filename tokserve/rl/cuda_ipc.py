@@ -101,7 +101,7 @@ def _device(chosen: int | None, tensors: Sequence[Tensor]) -> int:
     return numbers[0] if numbers else torch.cuda.current_device() if torch.cuda.is_available() else 0
 
 
-class Ranks:
+class PushingRanks:
     """The ranks that push together.  Each call of one is a call of all: so a rank that fails ends the others' push."""
 
     def __init__(self, group: Any) -> None:
@@ -153,7 +153,7 @@ class IpcChannel(WeightRoutes):
 
     def __init__(self, connection: Connection, transport: CudaIpc) -> None:
         super().__init__(connection)
-        self.ranks = Ranks(transport.group)
+        self.ranks = PushingRanks(transport.group)
         self._buffer = SharedBuffer(transport.device)
 
     @asynccontextmanager
