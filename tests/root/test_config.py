@@ -151,6 +151,34 @@ def test_eos_ids_of_generation_config_come_first_and_all_count(checkpoint: Path)
     assert resolve(Config.make(model=str(checkpoint))).model.eos_token_ids == [7, 5, 9]
 
 
+IM_END = {"id": 7, "content": "<|im_end|>"}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config": {"eos_token": "<|im_end|>", "added_tokens_decoder": {"7": {"content": "<|im_end|>"}}}},
+        {"tokenizer_config": {"eos_token": {"content": "<|im_end|>"}}, "tokenizer": {"added_tokens": [IM_END]}},
+        {"special_tokens_map": {"eos_token": "<|im_end|>"}, "tokenizer": {"model": {}, "added_tokens": [IM_END]}},
+    ],
+)
+def test_the_tokenizers_eos_token_counts_as_well(checkpoint: Path, files: dict[str, Any]) -> None:
+    for name, value in files.items():
+        (checkpoint / f"{name}.json").write_text(json.dumps(value))
+    assert resolve(Config.make(model=str(checkpoint))).model.eos_token_ids == [5, 7]
+    assert resolve(Config.make(model=str(checkpoint), tokens_only=True)).model.eos_token_ids == [5, 7]
+    assert resolve(Config.make(model=str(checkpoint), eos_token_ids=[3])).model.eos_token_ids == [3]
+
+
+@pytest.mark.parametrize(
+    "tokenizer_config",
+    ["{", "[]", '{"eos_token": null}', '{"eos_token": "</s>"}', '{"eos_token": "</s>", "added_tokens_decoder": {"x": 1}}'],
+)
+def test_a_tokenizer_without_a_known_eos_token_adds_none(checkpoint: Path, tokenizer_config: str) -> None:
+    (checkpoint / "tokenizer_config.json").write_text(tokenizer_config)
+    assert resolve(Config.make(model=str(checkpoint), tokens_only=True)).model.eos_token_ids == [5]
+
+
 def test_eos_ids_outside_the_vocabulary(checkpoint: Path) -> None:
     (checkpoint / "generation_config.json").write_text('{"eos_token_id": [7, 320, -1, 319]}')
     sized = {"model": str(checkpoint), "hf_overrides": {"vocab_size": 320}}

@@ -132,7 +132,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         int, about("Most ids of a sampling mask for one token; the mask of a token with more of them is null.", ge=1)
     ] = 1024
     eos_token_ids: Annotated[
-        list[int] | None, about("End-of-sequence ids as a JSON list; default: generation_config.json and config.json.")
+        list[int] | None,
+        about(
+            "End-of-sequence ids as a JSON list; default: those of generation_config.json and config.json, and the "
+            "tokenizer's eos_token."
+        ),
     ] = None
 
 

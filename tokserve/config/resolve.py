@@ -20,6 +20,7 @@ from tokserve.base.cpu_list import cpu_list
 from tokserve.base.errors import StartError
 from tokserve.base.rooms import contributions
 from tokserve.checkpoint.architectures import encoder_family, first_position, is_base, is_classifier
+from tokserve.checkpoint.end_token import end_token_id
 from tokserve.config import (
     DEFAULT_BLOCK_SIZE,
     Config,
@@ -58,7 +59,7 @@ def resolve(config: Config) -> Config:
     model = _with_images(model, config.media, device)
     hf = checkpoint.hf_config(directory) | (model.hf_overrides or {})
     generation = checkpoint.read_json(directory, "generation_config.json") or {}
-    names = config.server.served_model_name or [model.model]
+    names, tokenizer = config.server.served_model_name or [model.model], _tokenizer(config)
     replace, both_ways = msgspec.structs.replace, encoder_family(hf) is not None
     max_model_len = _max_model_len(model.max_model_len, hf)
     if model.max_model_len is None:
@@ -71,11 +72,11 @@ def resolve(config: Config) -> Config:
         model=replace(
             model,
             model=str(directory),
-            tokenizer=_tokenizer(config),
+            tokenizer=tokenizer,
             dtype=_dtype(model.dtype, hf),
             quantization=_quantization(model.quantization, hf),
             max_model_len=max_model_len,
-            eos_token_ids=_eos(model.eos_token_ids, hf, generation),
+            eos_token_ids=_eos(model.eos_token_ids, hf, generation, Path(tokenizer or directory)),
             runner=_runner(model.runner, directory, hf),
             logprobs_mode=VLLM_LOGPROBS_MODES.get(model.logprobs_mode, model.logprobs_mode),
         ),
@@ -313,8 +314,10 @@ def _architecture(hf: dict[str, Any]) -> str:
     return ", ".join(map(str, names)) if isinstance(names, list) and names else "no architecture"
 
 
-def _eos(eos_token_ids: list[int] | None, hf: dict[str, Any], generation: dict[str, Any]) -> list[int]:
-    """The EOS ids, without those of the checkpoint that are outside of the vocabulary: no token has them."""
+def _eos(
+    eos_token_ids: list[int] | None, hf: dict[str, Any], generation: dict[str, Any], tokenizer: Path
+) -> list[int]:
+    """The EOS ids: all that the checkpoint and its tokenizer name, but none outside of the vocabulary."""
     size = hf.get("vocab_size")
     beyond = size if isinstance(size, int) else 1 << 31
     if eos_token_ids is not None:
@@ -322,7 +325,7 @@ def _eos(eos_token_ids: list[int] | None, hf: dict[str, Any], generation: dict[s
             raise StartError(f"option eos_token_ids: ids are from 0 to {beyond - 1} (vocab_size), got {wrong[0]}")
         return eos_token_ids
     eos_ids: list[int] = []
-    for source in (generation.get("eos_token_id"), hf.get("eos_token_id")):
+    for source in (generation.get("eos_token_id"), hf.get("eos_token_id"), end_token_id(tokenizer)):
         ids = source if isinstance(source, list) else [] if source is None else [source]
         if not all(type(token) is int for token in ids):
             raise StartError(f"the checkpoint's eos_token_id must be an id or a list of ids, found {source!r}")
