@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -27,3 +28,13 @@ def test_free_memory_goes_back_once_after_large_work(size: int, returns: int, mo
 
     asyncio.run(scene())
     assert len(returned) == returns and all(name.startswith("tokserve-work") for name in returned)
+
+
+def test_timers_that_fire_when_the_threads_have_stopped_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for pool in ("_medium", "_large"):
+        monkeypatch.setattr(workers, pool, ThreadPoolExecutor(1))
+    done: list[int] = []
+    workers.stop()
+    workers._trim()
+    workers.in_background(lambda: done.append(1))
+    assert done == []

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from typing import NamedTuple, TypeVar
 
@@ -98,8 +99,9 @@ def _trim() -> None:
 
 
 def in_background(work: Callable[[], object]) -> None:
-    """Have a thread do what no request waits for."""
-    _medium.submit(work)
+    """Have a thread do what no request waits for; after `stop` it is dropped."""
+    with suppress(RuntimeError):
+        _medium.submit(work)
 
 
 def stop() -> None:
