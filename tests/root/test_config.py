@@ -172,7 +172,13 @@ def test_the_tokenizers_eos_token_counts_as_well(checkpoint: Path, files: dict[s
 
 @pytest.mark.parametrize(
     "tokenizer_config",
-    ["{", "[]", '{"eos_token": null}', '{"eos_token": "</s>"}', '{"eos_token": "</s>", "added_tokens_decoder": {"x": 1}}'],
+    [
+        "{",
+        "[]",
+        '{"eos_token": null}',
+        '{"eos_token": "</s>"}',
+        '{"eos_token": "</s>", "added_tokens_decoder": {"x": 1}}',
+    ],
 )
 def test_a_tokenizer_without_a_known_eos_token_adds_none(checkpoint: Path, tokenizer_config: str) -> None:
     (checkpoint / "tokenizer_config.json").write_text(tokenizer_config)

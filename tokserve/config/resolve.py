@@ -314,9 +314,7 @@ def _architecture(hf: dict[str, Any]) -> str:
     return ", ".join(map(str, names)) if isinstance(names, list) and names else "no architecture"
 
 
-def _eos(
-    eos_token_ids: list[int] | None, hf: dict[str, Any], generation: dict[str, Any], tokenizer: Path
-) -> list[int]:
+def _eos(eos_token_ids: list[int] | None, hf: dict[str, Any], generation: dict[str, Any], tokenizer: Path) -> list[int]:
     """The EOS ids: all that the checkpoint and its tokenizer name, but none outside of the vocabulary."""
     size = hf.get("vocab_size")
     beyond = size if isinstance(size, int) else 1 << 31
