@@ -30,7 +30,7 @@ def end_token_id(directory: Path) -> int | None:
         known = (id_ for id_, token in _config_tokens(config) if _text(token) == spelled)
         added = (id_ for id_, token in _added_tokens(directory) if _text(token) == spelled)
         return next(chain(known, added), None)
-    except (StartError, OSError, ValueError):  # whoever needs the tokenizer reports that
+    except (StartError, OSError, ValueError):  # the tokenizer's own reader reports it
         return None
 
 
