@@ -8,9 +8,11 @@ exactly what a case makes it.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -162,6 +164,11 @@ class Bench:
         prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
         self.compare(name, [self.request(i, prompts[i % len(prompts)], **params) for i in range(clients)])
 
+    def prompts(self, clients: int, prompts: Sequence[Ids]) -> None:
+        """Prompts of ids, that of one client or of the first few."""
+        for name, params in (("greedy", {"temperature": 0.0}), ("temperature 1", {})):
+            self.compare(f"text, {name}", [self.request(i, prompts[i], **params) for i in range(clients)])
+
     def half(self, output: list[int]) -> list[int]:
         """The first half of an output, then others."""
         return output[: len(output) // 2] + self.ids(len(output) - len(output) // 2)
@@ -188,6 +195,7 @@ def main() -> None:
     parser.add_argument("--spec-model")
     parser.add_argument("--spec-tokens", type=int)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON lists of ids, for the case prompts")
     parser.add_argument("--cases", nargs="+", default=["right", "half", "edited", "garbage", "random", "repeats"])
     args = parser.parse_args()
     options = {
@@ -210,6 +218,8 @@ def main() -> None:
                 bench.texts("chat, greedy", clients, QUESTIONS, temperature=0.0)
             elif case == "edit":
                 bench.texts("an edit of code, greedy", clients, EDITS, temperature=0.0)
+            elif case == "prompts":
+                bench.prompts(clients, json.loads(args.prompts.read_text()))
             elif case == "random":
                 bench.random_text(clients)
             else:

@@ -3,6 +3,7 @@
 #include <nanobind/stl/pair.h>
 
 #include <atomic>
+#include <cstring>
 #include <vector>
 
 #include "attention_tiles.h"
@@ -46,6 +47,25 @@ void store_kv(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Ten
       require(slot[t] >= 0 && slot[t] < c.blocks * c.page, op, "a slot is outside the cache");
     over_rows(tokens, c.kv_heads * (10 + 0.4 * c.dim),
               [&](int64_t begin, int64_t end) { kernels().store_kv(a, begin, end); });
+  });
+}
+
+void store_rows(const Tensor& rows, const Tensor& pages, const Tensor& slots) {
+  const char* op = "store_rows";
+  float_type(rows, op);
+  require(rows.ndim() == 2 && rows.dense(), op, "rows must be contiguous [T,H]");
+  const int64_t tokens = rows.size(0), bytes = rows.size(1) * rows.item();
+  require(pages, rows.kind(), {-1, -1, rows.size(1)}, op, "pages must be [B,P,H] of the rows' dtype");
+  require(slots, Kind::i64, {tokens}, op, "slot_mapping must be int64 [T]");
+  const int64_t places = pages.size(0) * pages.size(1);
+  const int64_t* slot = slots.data<int64_t>();
+  const char* from = rows.data<char>();
+  char* to = pages.data<char>();
+  launch([=] {
+    for (int64_t t = 0; t < tokens; t++) {
+      require(slot[t] >= 0 && slot[t] < places, op, "a slot is outside the pages");
+      std::memcpy(to + slot[t] * bytes, from + t * bytes, bytes);
+    }
   });
 }
 
@@ -201,6 +221,7 @@ void latent_attention(const Tensor& q, const Tensor& q_rope, const Tensor& cache
 
 void bind_attention(nb::module_& m) {
   m.def("store_kv", store_kv);
+  m.def("store_rows", store_rows);
   m.def("paged_attention", paged_attention, nb::arg("q"), nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("tables"),
         nb::arg("start"), nb::arg("lens"), nb::arg("scale"), nb::arg("window"), nb::arg("softcap"),
         nb::arg("sinks").none(), nb::arg("out"), nb::arg("bidirectional").none() = nb::none());

@@ -228,6 +228,7 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
         "experts_int8": mixture(torch.float32),
         "experts_wna16": integer_mixture(bf16),
         "linear_heads": (randn(300, 4, 160, dtype=bf16), list(randn(4, 200, 128, dtype=bf16))),
+        "store_rows": (randn(300, 320), randn(40, 16, 320), torch.randperm(640)[:300]),
         "latent_rope_store": (
             randn(300, 8, 96), randn(300, 320), randn(256), 1e-6, table, torch.arange(300), randn(40, 16, 320),
             torch.randperm(640)[:300], True,
@@ -615,6 +616,9 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
         ),
         "quantize: integers": ("quantize_rows", (x.int(),)),
         "quantize: strided rows": ("quantize_rows", (randn(64, 3).t(),)),
+        "store: row past the end": ("store_rows", (randn(2, 8), randn(3, 4, 8), torch.tensor([0, 12]))),
+        "store: rows of another width": ("store_rows", (randn(2, 8), randn(3, 4, 9), torch.tensor([0, 1]))),
+        "store: rows of another dtype": ("store_rows", (randn(2, 8), randn(3, 4, 8).half(), torch.tensor([0, 1]))),
         "store: slot past the end": ("store_kv", (heads[:, :1], heads[:, :1], *caches, torch.tensor([0, 1, 64]))),
         "store: negative slot": ("store_kv", (heads[:, :1], heads[:, :1], *caches, torch.tensor([0, 1, -1]))),
         "store: heads": ("store_kv", (heads, heads, *caches, torch.tensor([0, 1, 2]))),

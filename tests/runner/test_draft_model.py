@@ -17,7 +17,6 @@ from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import jobs, outcomes, prompt
 from tests.tiny_models import tiny_config
 from tokserve.base.errors import StartError
-from tokserve.features.speculation import draft_model
 from tokserve.features.speculation.draft_model import DraftModel
 from tokserve.features.speculation.draft_progress import DraftProgress
 from tokserve.features.weights.runner_feature import RunnerUpdates
@@ -163,7 +162,7 @@ def test_a_long_prompt_is_caught_up_with_in_parts(
     loaded: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, _ = loaded("same")
-    monkeypatch.setattr(draft_model, "CATCH_UP", 32)
+    monkeypatch.setattr(DraftModel, "catch_up", 32)
     enter(runner, 0, prompt(40, 8), [0, 1, 2, 3])
     enter(runner, 1, prompt(3, 9), [4, 5])
     plan = plan_of([(0, 40, 3, 3), (1, 3, 3, 3)], 0, [[DRAWN] * 2] * 2)

@@ -25,6 +25,7 @@ ROOMS: dict[str, str] = {  # module of the room, by its name; routes of a later 
     "fairness": "tokserve.features.fairness.room",
     "grammar": "tokserve.features.grammar.room",
     "speculation": "tokserve.features.speculation.room",
+    "draft_heads": "tokserve.features.draft_heads.room",
     "lora": "tokserve.features.lora.room",
     "recurrent": "tokserve.families.recurrent.room",
     "profiler": "tokserve.features.profiler.room",
@@ -83,6 +84,8 @@ class Room:
     `metrics`: a tuple of `protocol.engine_metric.EngineMetric`, over what the room's feature of the engine reports.
     `loaded`: a function of a `Config` and the model that was loaded, called before the KV cache takes the memory that
     is left; what it returns is in `RunnerContext.loaded`.
+    `spec`: a function of a `Config`, a config.json, the `DecoderSpec` read from it and the names of the checkpoint's
+    tensors, None if weights are drawn, which returns the spec with what the room adds; it raises StartError.
     `draft`: a function of a `Config`, the served model and a function that loads a model from a `Config`, which returns
     the `Draft` that draws drafts, or None.
     `columns`: a tuple of `protocol.columns.ColumnSpec` and `ValueSpec`.
@@ -112,6 +115,7 @@ class Room:
     runner: str = ""
     metrics: str = ""
     loaded: str = ""
+    spec: str = ""
     draft: str = ""
     columns: str = ""
     parts: Mapping[str, str] = field(default_factory=dict)

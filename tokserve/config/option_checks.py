@@ -129,8 +129,8 @@ def _check_ranks(config: Config) -> None:
             "option data_parallel_backend: engines on a Ray cluster have one rank each; with "
             "distributed_executor_backend ray the engines run here and their ranks on the cluster"
         )
-    if (method := config.speculation.resolved().method) in ("self", "draft_model"):
-        raise StartError(f"option speculative_config: the method {method} is for a model of one rank")
+    if (speculation := config.speculation.resolved()).draws:
+        raise StartError(f"option speculative_config: the method {speculation.method} is for a model of one rank")
     if runtime.cpu_bind not in ("auto", "none") and (runtime.cpu_threads or 0) % parallel.ranks_here:
         raise StartError(f"option cpu_bind: names {runtime.cpu_threads} CPUs for {parallel.ranks_here} ranks")
 

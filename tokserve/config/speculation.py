@@ -11,8 +11,11 @@ from tokserve.base.errors import StartError
 from tokserve.config.common import NotNegative, Positive, about
 from tokserve.protocol.params import DraftReport
 
-SPECULATION_METHODS = ("suffix", "ngram", "prediction", "draft_model", "self", "none")  # the first is the default
-DRAWING = ("draft_model", "self")  # methods by which the device draws drafts, where texts have none
+# the first is the default
+SPECULATION_METHODS = ("suffix", "ngram", "prediction", "draft_model", "self", "mtp", "eagle3", "none")
+DRAWING = ("draft_model", "self", "mtp", "eagle3")  # methods by which the device draws drafts, where texts have none
+WITH_MODEL = ("draft_model", "eagle3")  # methods with a checkpoint of their own
+QUANTIZED = ("draft_model", "self")  # methods of which drafts may come from quantized weights
 SELF_QUANTIZATIONS = ("int8", "int4")  # of the method self; the first is the default
 _SPECULATION = ", ".join(SPECULATION_METHODS)
 # keys of vLLM's that tune how drafts are found, how many, or how they are computed: that is adaptive here, so they
@@ -39,7 +42,11 @@ _AS_HERE: dict[str, Any] = {
     "parallel_drafting": False,
     "use_heterogeneous_vocab": False,
 }
-_OF_VLLM = {"ngram_gpu": "ngram", "[ngram]": "ngram"}  # its names of methods
+_OF_VLLM = {  # its names of methods
+    "ngram_gpu": "ngram",
+    "[ngram]": "ngram",
+    **{f"{family}_mtp": "mtp" for family in ("deepseek", "glm4_moe", "glm4_moe_lite", "qwen3_5", "qwen3_next")},
+}
 _NO_MODEL = ("ngram", "[ngram]")  # its model of the method ngram, which has none
 DEFAULT_DRAFTS, MAX_DRAFTS = 32, 128  # of a request in a step
 
@@ -58,7 +65,7 @@ class SpeculationPlan(NamedTuple):
 
     @property
     def draws(self) -> bool:
-        """Whether the device draws drafts, with a draft model or with a copy of the model."""
+        """Whether the device draws drafts: with a draft model, a copy of the model, or its draft head."""
         return self.method in DRAWING
 
 
@@ -70,8 +77,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         about(
             'JSON object {"method": NAME, "num_speculative_tokens": N}: drafts come from what requests predict '
             "(prediction), also from their own text (ngram), also from earlier outputs (suffix, the default), also "
-            'from a smaller model (draft_model, with "model": DIR) or a quantized copy of the model (self, with '
-            '"quantization": "int8" or "int4"), or nowhere (none). No result depends on it.'
+            'from a smaller model (draft_model, with "model": DIR), a quantized copy of the model (self, with '
+            '"quantization": "int8" or "int4"), the draft head of its checkpoint (mtp) or one of another (eagle3, with '
+            '"model": DIR), or nowhere (none). No result depends on it.'
         ),
     ] = None
     spec_method: Annotated[
@@ -120,16 +128,17 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             )
         if model is not None and not isinstance(model, str):
             raise StartError(f"option speculative_config: model must be a directory or a hub name, got {model!r}")
-        if (method == "draft_model") != (model is not None):
+        if (method in WITH_MODEL) != (model is not None):
             raise StartError(
-                f"option {self._source('method')}: the method draft_model needs a model, and no other takes one"
+                f"option {self._source('method')}: the methods {' and '.join(WITH_MODEL)} need a model, and no other "
+                f"takes one; got {method}"
             )
         if quantization is None and method == "self":
             quantization = SELF_QUANTIZATIONS[0]
-        if quantization is not None and (method not in DRAWING or quantization not in SELF_QUANTIZATIONS):
+        if quantization is not None and (method not in QUANTIZED or quantization not in SELF_QUANTIZATIONS):
             raise StartError(
                 f"option {self._source('quantization')}: quantization is {' or '.join(SELF_QUANTIZATIONS)}, for the "
-                f"methods {' and '.join(DRAWING)}; got {quantization!r} for {method}"
+                f"methods {' and '.join(QUANTIZED)}; got {quantization!r} for {method}"
             )
         most = options.pop("num_speculative_tokens", None)
         most = DEFAULT_DRAFTS if most is None else most

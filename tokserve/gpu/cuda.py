@@ -83,6 +83,8 @@ class CudaBackend:
         self._compile_ahead(model, specs, block_size)
         activations = self.activation_bytes(model, specs, block_size)
         if draft is not None:
+            if not isinstance(draft.model, Decoder):
+                raise StartError("speculative_config: draft heads run on a CPU only so far")
             activations += self.activation_bytes(draft.model, specs[draft.first_layer :], block_size)
         self.layout = kvcache.layout(
             specs,

@@ -151,7 +151,7 @@ class Decoder:
 
     def blank(self) -> Decoder:
         """Another of this kind, without weights; the cache's scales are this one's until others come."""
-        blank = Decoder(
+        blank = type(self)(
             self.spec,
             self.options,
             self.head.options,
@@ -277,7 +277,7 @@ class Decoder:
         added = () if batch.added is None else batch.added[1]
         tables = self.rope_tables
         if batch.axes is not None:
-            batch, tables = self._along_axes(batch, batch.axes)
+            batch, tables = self.along_axes(batch, batch.axes)
         for layer, (block, following, rope) in zip(self.numbers, self._layers, strict=True):
             logits_rows = needed if layer == last else None
             mixed = block.attention(x, batch, layer - self.numbers.start, tables[rope], logits_rows)
@@ -319,7 +319,7 @@ class Decoder:
             self.stage.link.send(torch.stack((x, residual)))
         return x
 
-    def _along_axes(self, batch: ForwardBatch, axes: Tensor) -> tuple[ForwardBatch, list[Tensor]]:
+    def along_axes(self, batch: ForwardBatch, axes: Tensor) -> tuple[ForwardBatch, list[Tensor]]:
         """The batch with a rope table for each rope that has a row per token."""
         tables = [
             rows_of_axes(table, rope, axes) for rope, table in zip(self.spec.ropes, self.rope_tables, strict=True)

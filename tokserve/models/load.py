@@ -6,7 +6,7 @@ Call it after `ops.bind`: weights are packed for the implementations that are bo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.models.registry import decoder_spec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+Adapt = Callable[[DecoderSpec, Collection[str] | None], DecoderSpec]  # names of tensors; None: weights are drawn
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ def load_decoder(
     group: Group = ALONE,
     stage: Stage = WHOLE,
     admit: Callable[[int], object] = weights.admit_any,
+    adapt: Adapt | None = None,
 ) -> Decoder:
     """Build the model of `hf` (config.json, overrides applied) and load its weights.  Raises StartError.
 
@@ -57,18 +60,17 @@ def load_decoder(
     inputs).  With None, projections that are stored in 4 or 8 bits, or as float8 where the device `has_float8`
     products, stay so, with their own scales; "none": they become `dtype` there too.  `quantization_activations` "int8":
     rows that are multiplied by integers are rounded, by group.  `float8_cache`: keys and values will be kept as float8,
-    by the scales of the weights.  `needs_head`: tokens are drawn; else the checkpoint may leave out the head.  `group`:
-    the ranks that divide each layer; `stage`: its layers.  `admit` gets the least bytes of the weights before reading.
+    by the scales of the weights.  `needs_head` False: the checkpoint may leave out the head.  `group`: the ranks that
+    divide each layer; `stage`: its layers.  `admit` gets the least bytes before reading.  `adapt` adds to the spec.
     """
-    spec = decoder_spec(hf)
+    spec, catalogue = _spec_and_catalogue(directory, hf, load_format, adapt)
     options: dict[str, Any] = {
         "dtype": dtype, "head_dtype": head_dtype, "max_model_len": max_model_len, "quantization": quantization,
         "group_size": group_size, "quantize_lm_head": quantize_lm_head, "float8_cache": float8_cache,
         "rounded": quantization_activations is not None, "group": group, "stage": stage,
     }  # fmt: skip
-    if load_format == "dummy":
+    if catalogue is None:
         return _with_dummy_weights(build(spec, **options), seed, admit)
-    catalogue = weights.catalogue(directory)
     stamp = weights.stamp(catalogue)
     entries = weights.with_model_names(catalogue, spec.renames)
     scales = {name: entries.pop(name) for name in kv_scales.names(len(spec.blocks)) if name in entries}
@@ -89,6 +91,15 @@ def load_decoder(
     decoder.provenance.add_files(catalogue, stamp)
     _scale_cache(decoder, scales, quantization_of(hf))
     return decoder
+
+
+def _spec_and_catalogue(
+    directory: Path, hf: Mapping[str, Any], load_format: str, adapt: Adapt | None
+) -> tuple[DecoderSpec, dict[str, weights.Entry] | None]:
+    """What the config says, and the checkpoint's tensors, None if weights are drawn."""
+    spec = decoder_spec(hf)
+    catalogue = None if load_format == "dummy" else weights.catalogue(directory)
+    return spec if adapt is None else adapt(spec, catalogue), catalogue
 
 
 def _with_head(

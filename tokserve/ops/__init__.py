@@ -109,6 +109,7 @@ __all__ = [
     "silu_mul",
     "softmax",
     "store_kv",
+    "store_rows",
     "sum_rows",
     "wrap",
 ]
@@ -159,6 +160,7 @@ gated_delta = recurrent.gated_delta.reference
 short_conv = recurrent.short_conv.reference
 gate_heads = recurrent.gate_heads.reference
 store_kv = attention.store_kv.reference
+store_rows = attention.store_rows.reference
 norm_rope_store = attention.norm_rope_store.reference
 attention_work = attention.attention_work.reference
 paged_attention = attention.paged_attention.reference

@@ -57,6 +57,12 @@ def store_kv(
         cache[block, :, offset] = new
 
 
+@op(tolerance={dtype: (0.0, 0.0) for dtype in TOLERANCE})
+def store_rows(rows: Tensor, pages: Tensor, slot_mapping: Tensor) -> None:
+    """Write rows [T,H] into pages [B,P,H] of their dtype at slots block * P + offset [T] int64, in place."""
+    pages.view(-1, pages.shape[-1]).index_copy_(0, slot_mapping, rows)
+
+
 @op(tolerance=elementwise.TOLERANCE, follows="paged_attention")
 def norm_rope_store(
     qkv: Tensor,

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from tokserve.layers.batch import ForwardBatch, Pages, Tap
+from tokserve.layers.parameter import Parameter
 from tokserve.models.decoder import Decoder
-from tokserve.protocol.kv_spec import KVLayout
+from tokserve.protocol.kv_spec import KVLayout, LayerSpec
 from tokserve.protocol.plan import Int32, StepPlan
 from tokserve.runner.device import Device
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.replay import Step
 from tokserve.runner.steps import PendingResult
+from tokserve.runner.tables.host_slots import HostSlots
 from tokserve.runner.tables.routed import RoutedTable
 from tokserve.runner.tables.slots import Int64, SamplingColumns, Slots
 from tokserve.runner.tables.states import StateTable
+
+if TYPE_CHECKING:
+    from tokserve.runner.features import RunnerFeature
+    from tokserve.runner.runner import Runner
 
 WARM_UPS: tuple[dict[str, Any], ...] = (  # sampling parameters; all but the first only compile kernels
     {
@@ -68,13 +74,32 @@ class HiddenStates:
     logits_indices: Tensor | None  # [m] int64, the states that a token is sampled from; None: all
 
 
+class DraftNetwork(Protocol):
+    """What backends need of a model that draws drafts: as a `Decoder` has it."""
+
+    def forward(self, batch: ForwardBatch) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def kv_specs(self) -> tuple[LayerSpec, ...]: ...
+
+    def parameters_by_name(self) -> dict[str, Parameter]: ...
+
+    def row_bytes(self) -> int: ...
+
+
 @dataclass(slots=True)
 class Draft:
     """A model that draws drafts.  Its layers' pages are those of the cache from `first_layer` on; 0: it shares those of
-    the served model, of which it is a copy."""
+    the served model, of which it is a copy.  `feature` makes what draws with it in a runner."""
 
-    model: Decoder
+    model: DraftNetwork
     first_layer: int
+    feature: Callable[[Draft, Runner], RunnerFeature]
+
+    def tables(self, slots: HostSlots) -> HostSlots:
+        """The tables that its batches are built from."""
+        return slots
 
 
 class Backend(Protocol):
@@ -155,7 +180,7 @@ class Backend(Protocol):
         """Give the KV cache's memory back."""
 
 
-def decode_step(model: Decoder) -> Step:
+def decode_step(model: Decoder | DraftNetwork) -> Step:
     """A step from a decode batch to its logits."""
 
     def step(batch: ForwardBatch) -> Tensor:

@@ -63,11 +63,11 @@ class HostBackend:
         self.routed = RoutedTable(spec, self.layout) if config.model.enable_return_routed_experts else None
         self._eager = config.runtime.enforce_eager or ranks.size > 1  # what ranks do together is not captured
         self._graphs: Replay | None = None
-        if draft is not None and self.states is not None:
+        self.draft, self._draft_slots = draft, self.slots if draft is None else draft.tables(self.slots)
+        if draft is not None and self._draft_slots.states is not None:
             raise StartError(
                 "speculative_config: a draft model is not supported with recurrent states, in either model"
             )
-        self.draft = draft
         self._draft_graphs: Replay | None = None
 
     def begin(self, plan: StepPlan, *, needs_history: bool) -> StepPlan:
@@ -105,8 +105,8 @@ class HostBackend:
                 logits = graphs.replay(every)
                 last = np.add.accumulate(plan.num_tokens, dtype=np.int64) - 1
                 return logits if total == rows else logits.index_select(0, torch.from_numpy(last))
-        batch = self.slots.build(plan, self.kv[draft.first_layer :])
-        batch.logits_rows = self.slots.logits_rows(plan, batch, plan.num_logits)
+        batch = self._draft_slots.build(plan, self.kv[draft.first_layer :])
+        batch.logits_rows = self._draft_slots.logits_rows(plan, batch, plan.num_logits)
         return draft.model.logits(draft.model.forward(batch))
 
     def columns(self, rows: LogitRows) -> SamplingColumns:
@@ -126,7 +126,7 @@ class HostBackend:
             self._graphs = CpuGraphs(self.slots, self.kv, decode_step(model), model.row_bytes(), self.routed)
             if self.draft is not None:
                 second, kv = self.draft.model, self.kv[self.draft.first_layer :]
-                self._draft_graphs = CpuGraphs(self.slots, kv, decode_step(second), second.row_bytes())
+                self._draft_graphs = CpuGraphs(self._draft_slots, kv, decode_step(second), second.row_bytes())
 
     def invalidate(self) -> None:
         self._graphs = self._draft_graphs = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tokserve.checkpoint.architectures import is_classifier
 from tokserve.config import Config, ModelConfig, RuntimeConfig
 from tokserve.layers.quant import STORED_INTEGERS
 from tokserve.models import load as models
-from tokserve.models.decoder import Decoder
+from tokserve.models.decoder import Decoder, DecoderSpec
 from tokserve.models.registry import decoder_spec, is_known
 from tokserve.ops.arithmetic import FMA, CpuKernels, choose_kernels
 from tokserve.protocol.column_table import asked_columns
@@ -67,6 +67,9 @@ def _load(config: Config, ranks: Ranks) -> tuple[Runner, DeviceFacts]:
     made = {name: make(config, model) for name, make in contributions("loaded")}
     drafts = (load_draft(config, model, partial(_model, target, ONE)) for _, load_draft in contributions("draft"))
     draft = next((draft for draft in drafts if draft is not None), None)
+    speculation = config.speculation.resolved()
+    if speculation.draws and draft is None:
+        raise StartError(f"option speculative_config: the method {speculation.method} is not part of this installation")
     loaded = time.perf_counter()
     backend = make_backend(target, model, config, draft, ranks)
     images = _images(config, model)
@@ -161,8 +164,16 @@ def _model(target: Device | Accelerator, ranks: Ranks, config: Config) -> Decode
         needs_head=options.runner != "pooling",
         group=ranks.group,
         stage=ranks.stage,
+        adapt=partial(_with_rooms, config, hf),
         **common,
     )
+
+
+def _with_rooms(config: Config, hf: Mapping[str, Any], spec: DecoderSpec, names: Collection[str] | None) -> DecoderSpec:
+    """The spec with what rooms add."""
+    for _, add in contributions("spec"):
+        spec = add(config, hf, spec, names)
+    return spec
 
 
 def _admit(target: Device | Accelerator, options: ModelConfig, size: int) -> None:

@@ -21,6 +21,14 @@ def store_kv(dtype: torch.dtype) -> Samples:
         yield k, v, caches[0], caches[1], slots_in_runs(tokens, page, 6, generator)
 
 
+def store_rows(dtype: torch.dtype) -> Samples:
+    for tokens, width, page in ((1, 64, 16), (9, 33, 5), (0, 8, 4), (61, 44, 16)):
+        generator = torch.Generator().manual_seed(tokens)
+        rows = torch.randn(tokens, width, generator=generator).to(dtype)
+        pages = torch.randn(14, page, width, generator=generator).to(dtype)
+        yield rows, pages, torch.randperm(14 * page, generator=generator)[:tokens]
+
+
 def norm_rope_store(dtype: torch.dtype) -> Samples:
     cases = (  # tokens, query heads, KV heads, head dim, rotated, page, norms; interleaved, norms last
         (1, 4, 2, 64, 64, 16, "head", False, False),

@@ -35,8 +35,7 @@ def weights_digest(model: Decoder) -> str:
 
 def identity_parts(model: Decoder, layout: KVLayout, config: Config, facts: dict[str, Any]) -> dict[str, str]:
     """The parts by name.  `facts`: of the start, with the bound ops and their arithmetic."""
-    speculation = config.speculation.resolved()
-    draft = speculation.model if speculation.method == "draft_model" else None
+    draft = config.speculation.resolved().model
     parallel = config.parallel
     return {
         "version": __version__,

@@ -19,6 +19,7 @@ class RunnerAdapters(RunnerFeature):
         self._slots: LoraTables | None = context.loaded["lora"]
         draft = context.runner.backend.draft
         if draft is not None and draft.first_layer == 0:  # it has the served model's layers
+            assert isinstance(draft.model, Decoder)
             self.attach(draft.model)
 
     def attach(self, model: Decoder) -> None:

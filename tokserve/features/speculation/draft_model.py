@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
+from torch import Tensor
 
 from tokserve.base.errors import StartError
 from tokserve.config import Config
@@ -29,14 +30,22 @@ from tokserve.runner.logits import LogitRows
 if TYPE_CHECKING:
     from tokserve.runner.runner import Runner
 
-CATCH_UP = 512  # tokens that the draft model computes in a step beside drafts: the step's other requests wait for them
 NO_IDS = np.zeros(0, np.int32)
 Flags = NDArray[np.bool_]
 
 
 class DraftModel(RunnerFeature):
     """Draws with a backend's `draft`.  A copy of the served model reads and writes the same keys and values: it has
-    nothing to catch up with, and what it writes is overwritten when its drafts are verified, in the same step."""
+    nothing to catch up with, and what it writes is overwritten when its drafts are verified, in the same step.
+
+    `ahead`: how many positions a pass is behind the tokens that it reads.  `catch_up`: tokens that the draft model
+    computes in a step beside drafts, for which the step's other requests wait.  `keeps_drafted`: what drafts that stay
+    have left in its pages is what their tokens would.
+    """
+
+    ahead = 0
+    catch_up = 512
+    keeps_drafted = True
 
     def __init__(self, draft: Draft, runner: Runner) -> None:
         self._draft, self._runner = draft, runner
@@ -85,7 +94,8 @@ class DraftModel(RunnerFeature):
         rows = np.flatnonzero(plan.num_drafts)
         rows = rows[plan.draft_token_ids[starts[rows]] == DRAWN]
         slots, counts = plan.slots[rows], plan.num_drafts[rows]
-        lengths = plan.num_computed[rows] + plan.num_tokens[rows] - counts  # tokens before the drafts
+        # positions before the drafts
+        lengths = plan.num_computed[rows] + plan.num_tokens[rows] - counts - self.ahead
         computed, sizes = self._missing(plan.num_computed[rows], slots, lengths)
         ready = computed + sizes == lengths
         num_tokens, num_passes = 0, 0
@@ -94,7 +104,7 @@ class DraftModel(RunnerFeature):
             index = np.flatnonzero(ready & (counts > number) if number else sizes)
             if len(index) == 0:
                 break
-            ids = self._pass(slots[index], computed[index], sizes[index], ready[index])
+            ids = self._pass(number, slots[index], computed[index], sizes[index], ready[index])
             drawn[index[ready[index]], number] = ids
             num_tokens += int(sizes[index].sum())
             num_passes += 1
@@ -105,14 +115,14 @@ class DraftModel(RunnerFeature):
         token_ids = plan.draft_token_ids.copy()
         for row, (start, count) in enumerate(zip(starts[rows].tolist(), counts.tolist(), strict=True)):
             token_ids[start : start + count] = drawn[row, :count]
-            if self.progress is not None and ready[row]:
+            if self.progress is not None and self.keeps_drafted and ready[row]:
                 self.progress.on_drafted(int(slots[row]), drawn[row, : count - 1])
         passes = DraftPasses(time.perf_counter() - began, num_passes, num_tokens, rows[~ready].tolist())
         return replace(plan, draft_token_ids=token_ids), passes
 
     def _missing(self, served: Int32, slots: Int32, lengths: Int32) -> tuple[Int32, Int32]:
-        """The first position to compute for each row, and how many of those that are missing: CATCH_UP of the rows that
-        miss a block and more, together.  `served`: positions that the served model has computed.
+        """The first position to compute for each row, and how many of those that are missing: `catch_up` of the rows
+        that miss a block and more, together.  `served`: positions that the served model has computed.
 
         Of rows that share the block that they lack, the first computes it, and the others wait.
         """
@@ -120,7 +130,7 @@ class DraftModel(RunnerFeature):
             return served, lengths - served
         ends = zip(slots.tolist(), lengths.tolist(), strict=True)
         computed = np.array([self.progress.computed(slot, length) for slot, length in ends], np.int32)
-        sizes, room, size = lengths - computed, CATCH_UP, self._slots.block_size
+        sizes, room, size = lengths - computed, self.catch_up, self._slots.block_size
         claimed: set[int] = set()
         for row in np.argsort(sizes, kind="stable").tolist():
             block = int(self._slots.blocks[slots[row], computed[row] // size])
@@ -134,15 +144,20 @@ class DraftModel(RunnerFeature):
             room -= sizes[row]
         return computed, sizes
 
-    def _pass(self, slots: Int32, computed: Int32, sizes: Int32, has_logits: Flags) -> Int32:
-        """Compute so many positions of each slot, and draw what follows those that have logits."""
+    def _served_logits(self, logits: Tensor) -> Tensor:
+        """The draft model's logits [n, V] as those of the served model's vocabulary."""
+        return logits
+
+    def _pass(self, number: int, slots: Int32, computed: Int32, sizes: Int32, has_logits: Flags) -> Int32:
+        """Compute so many positions of each slot, and draw what follows those that have logits.  `number`: of the
+        step's passes before."""
         if self.progress is not None:
             for slot, start, count in zip(slots.tolist(), computed.tolist(), sizes.tolist(), strict=True):
                 self.progress.before_write(slot, start, start + count)
         num_logits = has_logits.astype(np.int32)
         plan = StepPlan(0, slots, sizes, computed, np.zeros_like(sizes), num_logits, NO_IDS)
-        logits = self._backend.draft_logits(plan)
-        lengths = (computed + sizes)[has_logits].astype(np.int64)
+        logits = self._served_logits(self._backend.draft_logits(plan))
+        lengths = (computed + sizes + self.ahead)[has_logits].astype(np.int64)
         drawn_for = slots[has_logits]
         if len(drawn_for) == 0:
             return NO_IDS
@@ -157,7 +172,7 @@ def load_draft(config: Config, model: Decoder, load: Callable[[Config], Decoder]
     plan = config.speculation.resolved()
     if plan.method == "self":
         copy = QuantizedCopy(model, plan.quantization or "int8")
-        return CopyDraft(copy.decoder, 0, copy)
+        return CopyDraft(copy.decoder, 0, DraftModel, copy)
     if plan.method != "draft_model":
         return None
     options = replace(
@@ -175,10 +190,10 @@ def load_draft(config: Config, model: Decoder, load: Callable[[Config], Decoder]
             f"option speculative_config: the draft model's vocabulary has {second.spec.vocab} tokens, and the model's "
             f"{model.spec.vocab}: they must be the same"
         )
-    return Draft(second, len(model.kv_specs()))
+    return Draft(second, len(model.kv_specs()), DraftModel)
 
 
-def make(context: RunnerContext) -> DraftModel | None:
+def make(context: RunnerContext) -> RunnerFeature | None:
     """The feature of a runner whose backend has something that draws."""
     draft = context.runner.backend.draft
-    return None if draft is None else DraftModel(draft, context.runner)
+    return None if draft is None else draft.feature(draft, context.runner)

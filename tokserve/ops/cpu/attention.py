@@ -44,6 +44,11 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     _C.store_kv(k, v, k_cache, v_cache, slot_mapping)
 
 
+@attention.store_rows.implement("cpp", device="cpu")
+def store_rows(rows: Tensor, pages: Tensor, slot_mapping: Tensor) -> None:
+    _C.store_rows(rows, pages, slot_mapping)
+
+
 @attention.paged_attention.implement("cpp", device="cpu")
 def paged_attention(
     q: Tensor,

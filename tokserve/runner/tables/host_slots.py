@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +47,13 @@ class HostSlots(Slots):
         self._axes: dict[int, tuple[Int64, int]] = {}
         self._bidirectional: dict[int, list[Span]] = {}  # of slots with images whose tokens see each other
         self._seconds: dict[int, int] = {}  # of slots with pairs: where the second text begins
+
+    def shifted(self) -> HostSlots:
+        """The same tables, with each token one position earlier: those of a draft head, which has no adapters and no
+        recurrent states."""
+        tables = copy.copy(self)
+        tables.tokens, tables.states, tables._with_adapter = self.tokens[:, 1:], None, set()
+        return tables
 
     def assign(self, row: NewRow) -> None:
         super().assign(row)
