@@ -17,11 +17,12 @@ from torch.nn.functional import silu
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from tests.runner.drive import Driver, Job, feature, make_runner, plan_of
+from tests.runner.drive import Driver, Job, feature, make_runner, plan_of, update
 from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import jobs, outcomes, prompt
+from tests.runner.test_weight_sync import by_stream
 from tests.tiny_models import tiny_config, write_checkpoint
-from tokserve.base.errors import StartError
+from tokserve.base.errors import RequestError, StartError
 from tokserve.checkpoint import flat
 from tokserve.config import Config
 from tokserve.features.draft_heads.head_drafts import HeadDrafts
@@ -317,6 +318,30 @@ def test_checkpoints_and_options_without_a_head_are_refused(tmp_path: Path) -> N
         directory = write_checkpoint(tmp_path / family, hf)
         with pytest.raises(StartError, match=message):
             make_runner(directory, hf, load_format="auto", **MTP)
+
+
+def test_an_update_may_leave_out_the_head(tmp_path: Path) -> None:
+    first, second, mixed = (tmp_path / name for name in ("first", "second", "mixed"))
+    hf = write_model(first, "glm4_moe")
+    for directory, seed in ((second, 1), (mixed, 1)):
+        write_model(directory, "glm4_moe", seed=seed)
+    runner, _ = make_runner(first, hf, load_format="auto", **MTP)
+    prefix = "model.layers.3."
+    old, new = (load_file(directory / "model.safetensors") for directory in (first, second))
+    rest = {name: tensor for name, tensor in new.items() if not name.startswith(prefix)}
+    kept = {name: tensor for name, tensor in old.items() if name.startswith(prefix)}
+    save_file(rest | kept, mixed / "model.safetensors", metadata={"format": "pt"})
+    for directory, tensors_of in ((first, None), (mixed, rest), (second, new)):
+        if tensors_of is not None:
+            update(runner, by_stream, tensors_of)
+            runner.call("commit_update", {})
+        tokens = prompt(30, 4)
+        tokens.append(enter(runner, 0, tokens, [0, 1, 2]))
+        assert drawn_for(runner, 0, 30, 3)[0] == Oracle(directory, hf).drafts(tokens, 3)
+        runner.execute(plan_of([], freed=[0]))
+    del new[f"{prefix}eh_proj.weight"]
+    with pytest.raises(RequestError, match=r"not complete: 1 missing: model\.layers\.3\.eh_proj\.weight"):
+        update(runner, by_stream, new)
 
 
 def test_a_device_with_its_own_memory_refuses_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

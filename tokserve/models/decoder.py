@@ -205,6 +205,11 @@ class Decoder:
             return self.blocks[number - self.numbers.start].parameters()
         return on_another_rank(DecoderBlock(self.spec.hidden, self.spec.blocks[number], self.options).parameters())
 
+    def inherit(self, missing: list[str]) -> list[str]:
+        """Complete a model that `blank` made and that was given all parameters but the `missing`: what may stay as in
+        the model before does so.  Returns the others of these names."""
+        return missing
+
     def stacked_parameters(self) -> dict[str, StackedParameter]:
         """Tensors that a checkpoint may have in place of some of `parameters_by_name`, under their names."""
         stacked: dict[str, StackedParameter] = {}

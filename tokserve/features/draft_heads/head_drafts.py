@@ -113,8 +113,10 @@ class HeadDrafts(DraftModel):
 
     def on_weights(self) -> None:
         model = self._runner.model
-        if isinstance(model, DraftingDecoder):
-            self._head.model = model
+        assert isinstance(model, DraftingDecoder)
+        self._head.model = model
+        if self.progress is not None:
+            self.progress.clear()
 
     def _served_logits(self, logits: Tensor) -> Tensor:
         return self._head.model.draft_head.served_logits(logits)

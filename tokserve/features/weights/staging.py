@@ -156,7 +156,7 @@ class Staging:
         stacked = (self._covers[name] for name in self._covers if name in self._received)
         received = self._received.union(*stacked) | ({EMBEDDING} if self._shared else set())
         kinds = [
-            ("missing", [name for name in self._names if name not in received]),
+            ("missing", self._decoder.inherit([name for name in self._names if name not in received])),
             *self._format.incomplete(self._parts),
         ]
         if problems := [weights.counted(kind, names) for kind, names in kinds if names]:
