@@ -119,7 +119,9 @@ def test_other_content_types_are_refused_everywhere(api: Api, post: str, kind: s
     assert api.refused(answer, 415, None, "application/msgpack")["code"] == "content_type"
 
 
-@pytest.mark.parametrize("kind", [JSON, "application/json; charset=utf-8", "Application/JSON", None])
+@pytest.mark.parametrize(
+    "kind", [JSON, "application/json; charset=utf-8", "Application/JSON", "application/x+json", None]
+)
 def test_json_by_any_of_its_names(api: Api, kind: str | None) -> None:
     answer = api.post(GENERATE, content=json.dumps(BODY).encode(), headers={"Content-Type": kind} if kind else {})
     assert answer.status_code == 200 and answer.headers["content-type"] == JSON

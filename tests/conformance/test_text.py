@@ -157,10 +157,12 @@ def test_the_request_id_is_the_clients(text: Api, route: str) -> None:
     assert answer.headers["x-request-id"] == "t-1" and answer.json()["id"] == prefix + "t-1"
     answer = text.post(route, BODIES[route] | {"request_id": "a"}, headers={"X-Request-Id": "b"})
     text.refused(answer, 400, "request_id")
+    assert answer.headers["x-request-id"] == "b"
 
 
-def test_an_unknown_model_is_404(text: Api, route: str) -> None:
-    text.refused(text.post(route, BODIES[route] | {"model": "gpt-9"}), 404, "model")
+def test_an_unknown_model_is_404(text: Api) -> None:
+    for route, body in (*BODIES.items(), (TOKENIZE, {"prompt": "x"}), (DETOKENIZE, {"tokens": [5]})):
+        text.refused(text.post(route, body | {"model": "gpt-9"}), 404, "model", "gpt-9")
 
 
 # chat

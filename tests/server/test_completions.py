@@ -96,17 +96,8 @@ def test_logprobs(body: Any, width: int) -> None:
         assert max(1, width) <= len(tops) <= width + 1
 
 
-def test_logprobs_false_is_none() -> None:
-    assert ask(site(), logprobs=False)["choices"][0]["logprobs"] is None
-
-
 def test_logprobs_floor() -> None:
     assert ask(site(lambda p, i: [NOWHERE, 0]), logprobs=0)["choices"][0]["logprobs"]["token_logprobs"][0] == -9999.0
-
-
-def test_tokens_as_token_ids() -> None:
-    choice = ask(site(), max_tokens=3, logprobs=1, return_tokens_as_token_ids=True, return_token_ids=True)["choices"][0]
-    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
 
 
 PACKED = {"packed_top_logprobs": True, "return_tokens_as_token_ids": True, "logprobs": 3}

@@ -55,10 +55,6 @@ def test_reply_has_the_whole_shape() -> None:
     }
 
 
-def test_json_is_compact() -> None:
-    assert ": " not in site().post(GENERATE, body()).text
-
-
 def test_nothing_but_token_ids_is_required() -> None:
     s = site(says("ab"))
     assert s.post(GENERATE, {"token_ids": PROMPT}).status_code == 200
@@ -72,36 +68,11 @@ def test_generation_config_is_not_applied_here(tmp_path: Any) -> None:
     assert s.llm.calls[0].params.temperature == 1.0 and s.llm.calls[0].params.top_k == 0
 
 
-def test_eos_is_among_the_tokens_and_has_no_stop_reason() -> None:
-    choice = generate(site(says("a")))["choices"][0]
-    assert choice["token_ids"] == [*ids("a"), 0]
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
-    assert choice["stop_detail"] == {"kind": "eos"}
-
-
-def test_stop_token_is_the_stop_reason() -> None:
-    stop = ids("b")[0]
-    choice = generate(site(says("abc")), stop_token_ids=[stop])["choices"][0]
-    assert choice["token_ids"] == ids("ab")
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
-    assert choice["stop_detail"] == {"kind": "stop_token"}
-
-
-def test_stop_string_is_the_stop_reason() -> None:
-    choice = generate(site(says("abcd")), stop="bc", max_tokens=9)["choices"][0]
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "bc")
-    assert choice["stop_detail"] == {"kind": "stop_string"}
-
-
 def test_choices_are_ordered_and_counted() -> None:
     reply = generate(site(), n=3)
     assert [c["index"] for c in reply["choices"]] == [0, 1, 2]
     assert [c["token_ids"] for c in reply["choices"]] == [endless(PROMPT, i)[:4] for i in range(3)]
     assert reply["usage"]["prompt_tokens"] == 3 and reply["usage"]["completion_tokens"] == 12
-
-
-def test_return_token_ids_echoes_the_prompt() -> None:
-    assert generate(site(), fields={"return_token_ids": True})["prompt_token_ids"] == PROMPT
 
 
 def test_output_mode_text_adds_text() -> None:
@@ -234,13 +205,6 @@ def test_prompt_logprobs_arrays() -> None:
 # packed ids and msgpack
 
 
-def test_token_ids_b64() -> None:
-    s = site()
-    packed = base64.b64encode(np.array(PROMPT, "<i4").tobytes()).decode()
-    answer = s.post(GENERATE, {"token_ids_b64": packed, "sampling_params": {"max_tokens": 1}})
-    assert answer.status_code == 200 and s.llm.calls[0].prompt == PROMPT
-
-
 @pytest.mark.parametrize("prompt", [PROMPT, np.array(PROMPT, "<i4").tobytes()])
 def test_msgpack_request(prompt: Any) -> None:
     s = site()
@@ -310,35 +274,6 @@ def test_made_up_ids_differ() -> None:
     answers = [s.post(GENERATE, body()) for _ in range(2)]
     assert answers[0].headers["x-request-id"] != answers[1].headers["x-request-id"]
     assert all(a.json()["id"] == "generate-tokens-" + a.headers["x-request-id"] for a in answers)
-
-
-@pytest.mark.parametrize(
-    ("field", "header"), [("mine", None), (None, "mine"), ("mine", "mine"), ("generate-tokens-mine", None)]
-)
-def test_the_clients_own_id(field: str | None, header: str | None) -> None:
-    s = site()
-    answer = s.post(
-        GENERATE, body() | ({"request_id": field} if field else {}), headers={"X-Request-Id": header} if header else {}
-    )
-    assert answer.headers["x-request-id"] == (field or header)
-    assert answer.json()["request_id"] == "generate-tokens-mine"
-
-
-def test_a_duplicate_of_an_id_in_flight_is_409() -> None:
-    async def scene() -> None:
-        s = site()
-        s.llm.hold = True
-        first = Caller(s, GENERATE, body() | {"request_id": "a"})
-        await first.wait_for(lambda _: s.llm.num_inflight == 1)
-        async with s.client() as client:
-            answer = await client.post(GENERATE, json=body() | {"request_id": "a"})
-            assert answer.status_code == 409 and answer.json()["error"]["param"] == "request_id"
-            s.llm.wake()
-            await first.task
-            assert first.status == 200
-            assert (await client.post(GENERATE, json=body() | {"request_id": "a"})).status_code == 200
-
-    asyncio.run(scene())
 
 
 # what clients send out of habit
