@@ -59,13 +59,10 @@ def salted(request: EngineRequest, salt: str) -> EngineRequest:
 
 
 def counts(stats: StepStats) -> list[int]:
-    """Steps, steps with drafts, drafts, and those accepted."""
-    return [
-        stats.steps,
-        stats.rooms["draft_steps"],
-        stats.rooms["draft_tokens"],
-        sum(stats.rooms["accepted_by_position"]),
-    ]
+    """Steps, steps with drafts, drafts, and those accepted; an engine without drafts does not count them."""
+    rooms = stats.rooms
+    accepted = sum(rooms.get("accepted_by_position", ()))
+    return [stats.steps, rooms.get("draft_steps", 0), rooms.get("draft_tokens", 0), accepted]
 
 
 class Bench:
