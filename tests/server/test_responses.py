@@ -327,9 +327,11 @@ def test_sampling_and_serving_fields_arrive() -> None:
 
 def test_fields_without_effect_are_listed() -> None:
     fields = {"reasoning": {"effort": "low", "summary": "auto"}, "text": {"shape": 1}, "frobnicate": 2}
+    fields["truncation"] = "auto"
     answer = site(says("a")).post(RESPONSES, {"input": "x"} | fields)
     ignored = set(answer.headers["x-ignored-fields"].split(", "))
-    assert ignored == {"frobnicate", "text.shape", "reasoning.summary", "reasoning.effort"}
+    assert ignored == {"frobnicate", "text.shape", "reasoning.summary", "reasoning.effort", "truncation"}
+    assert answer.json()["truncation"] == "disabled"
     quiet = {
         "store": False,
         "service_tier": "auto",
@@ -344,7 +346,7 @@ def test_fields_without_effect_are_listed() -> None:
     }
     answer = site(says("a")).post(RESPONSES, {"input": "x", "stream": True} | quiet)
     assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers
-    for name in ("frobnicate", "text.shape", "reasoning.effort"):
+    for name in ("frobnicate", "text.shape", "reasoning.effort", "truncation"):
         outer, _, inner = name.partition(".")
         value = {"effort": "low"} if inner == "effort" else {inner: 1} if inner else 1
         strict = site(says("a"), strict=True).post(RESPONSES, {"input": "x", outer: value})
@@ -382,7 +384,6 @@ def test_fields_without_effect_are_listed() -> None:
         ({"conversation": "c"}, "conversation", "nothing is stored"),
         ({"prompt": {"id": "p"}}, "prompt", "stored"),
         ({"background": True}, "background", "stored"),
-        ({"truncation": "auto"}, "truncation", "not supported"),
         ({"messages": [HI]}, "messages", "use input"),
         ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
         ({"response_format": {"type": "json_object"}}, "response_format", "text.format"),

@@ -167,7 +167,7 @@ RESPONSES: FieldTable = TEXT | {
     "return_sampling_mask": _refused(False, note="a response has no field for it, use chat or the token route"),
     "response_format": _refused({"type": "text"}, note="use text.format"),
     "tokens": _refused(note="use input"),
-    "truncation": _refused("disabled"),
+    "truncation": _ignored("disabled", note="nothing is cut, and an input that does not fit is refused", strict=True),
 }
 # of /v1/messages and /v1/messages/count_tokens: Anthropic's fields, and those that chat has under other names
 MESSAGES: FieldTable = TEXT | {
