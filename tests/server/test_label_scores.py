@@ -88,7 +88,7 @@ def test_queries_and_items_are_texts_or_ids_in_either_order(path: str) -> None:
         ({"items": ["x" * 10_000]}, "items[0]"),
         ({"label_token_ids": None}, "label_token_ids"),
         ({"label_token_ids": []}, "label_token_ids"),
-        ({"label_token_ids": [VOCAB]}, "label_token_ids"),
+        ({"label_token_ids": [5, VOCAB]}, "label_token_ids[1]"),
         ({"label_token_ids": list(range(129))}, "label_token_ids"),
         ({"apply_softmax": "yes"}, "apply_softmax"),
         ({"model": "other"}, "model"),

@@ -378,7 +378,7 @@ def test_a_prompt_is_text_or_ids_and_not_both(path: str) -> None:
         (PROMPT | {"return_logprob": True, "logprob_start_len": -2}, "logprob_start_len"),
         (PROMPT | {"return_logprob": True, "top_logprobs_num": -1}, "top_logprobs_num"),
         (PROMPT | {"return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
-        (PROMPT | {"return_logprob": True, "token_ids_logprob": [VOCAB]}, "token_ids_logprob"),
+        (PROMPT | {"return_logprob": True, "token_ids_logprob": [VOCAB]}, "token_ids_logprob[0]"),
         (PROMPT | {"return_logprob": True, "token_ids_logprob": ["a"]}, "token_ids_logprob"),
         (PROMPT | {"return_logprob": True, "token_ids_logprob": [5], "logprob_start_len": 0}, "token_ids_logprob"),
         ({"text": ["a", "b"], "return_logprob": [True]}, "return_logprob"),

@@ -84,7 +84,8 @@ class FieldPaths(msgspec.Struct, frozen=True):
             return error
         head = re.split(r"[.[]", field, maxsplit=1)[0]
         if head in self.others:
-            error.rename_field(self.others[head])
+            index_in_field = field[len(head) :] if field[len(head) :].startswith("[") else ""
+            error.rename_field(self.others[head] + index_in_field)
             error.message = _IN_GENERATED.sub("", error.message)
         elif head == "token_ids":
             error.rename_field(self.prompt if index is None else f"{self.prompt}[{index}]")
