@@ -107,6 +107,16 @@ class RequestBody(BaseModel):
     model: str | None = None
 
 
+SCHEDULING = ("priority", "cache_salt", "group_id", "deadline_ms", "queue_timeout_ms", "data_parallel_rank")
+_ScheduledFields: Any = model("_ScheduledFields", RequestBody, (field for field in OPTIONS if field.name in SCHEDULING))
+
+
+class ScheduledBody(_ScheduledFields):  # type: ignore[misc]
+    """What all routes share that make no tokens: when and where the engine computes."""
+
+    request_id: str | None = None
+
+
 _GeneratingFields: Any = model(
     "_GeneratingFields", RequestBody, (*OPTIONS, *(f for f in SAMPLING if f.name not in NOT_OF_RESPONSES))
 )

@@ -7,12 +7,12 @@ the same whatever other items there are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tokserve.base.errors import Overloaded, RequestError, invalid
+from tokserve.base.errors import RequestError, invalid
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.dialects.openai import schemas
 from tokserve.dialects.openai.completions import MAX_PROMPTS
@@ -20,21 +20,16 @@ from tokserve.protocol.logprobs import Logprobs
 from tokserve.protocol.params import SamplingParams
 from tokserve.server import compat
 from tokserve.server.generation import Usage
-from tokserve.server.http.declared import OPTIONS, model
 from tokserve.server.http.workers import ITEM
 from tokserve.server.replies import sse
 from tokserve.server.request_starter import FieldPaths
 from tokserve.server.route_call import RouteCall
 from tokserve.server.serving import Serving
 
-USED = ("priority", "cache_salt", "group_id", "deadline_ms", "queue_timeout_ms", "data_parallel_rank")
-RETRIED = ("abort_pause", "abort_quarantine", "shutdown")  # ends that are not the client's doing
 Text = str | list[int]
 
-_OptionFields: Any = model("_OptionFields", schemas.RequestBody, (field for field in OPTIONS if field.name in USED))
 
-
-class LabelScoresBody(_OptionFields):  # type: ignore[misc]
+class LabelScoresBody(schemas.ScheduledBody):
     """A query, and items that follow it, or with `item_first` precede it: texts or token ids.  `apply_softmax`: the
     labels' probabilities are those among the labels, not among all tokens."""
 
@@ -46,7 +41,6 @@ class LabelScoresBody(_OptionFields):  # type: ignore[misc]
     apply_softmax: bool | None = None
     item_first: bool | None = None
     add_special_tokens: bool | None = None
-    request_id: str | None = None
 
 
 class LabelScores(NamedTuple):
@@ -76,7 +70,7 @@ async def score_labels(call: RouteCall[LabelScoresBody], *, joins_texts: bool) -
     place = "items[0]" if len(prompts) == 1 else "items"
     paths = FieldPaths(place, others={"logprob_token_ids": "label_token_ids"})
     generation = await serving.requests.start(request, generate, prompts, paths)
-    choices = sorted(await sse.collect(generation, request), key=lambda choice: choice.index)
+    choices = await sse.collect(generation, request)
     softmax = bool(body.apply_softmax)
     rows = await call.run(lambda: [probabilities(one, softmax) for one in choices], ITEM * len(choices))
     headers = {"X-Request-Id": generate.request_id, **call.headers}
@@ -125,8 +119,7 @@ def _encoded(serving: Serving, values: Sequence[Text], places: Sequence[str], sp
 def probabilities(choice: ChoiceOutput, softmax: bool) -> NDArray[np.float64]:
     """The probabilities [labels] of an item's labels; `softmax`: among them.  Raises RequestError."""
     if choice.logprobs is None or not choice.logprobs.num_rows:
-        message, detail = f"an item ended without scores ({choice.stop_detail})", choice.stop_detail
-        raise Overloaded(message, code=detail) if detail in RETRIED else RequestError(message, code=detail)
+        raise sse.unfinished(choice, "an item ended without scores")
     logprobs = Logprobs.of(choice.logprobs).top_logprobs[0].astype(np.float64)
     if not softmax:
         return np.exp(logprobs)

@@ -21,7 +21,6 @@ DIGEST = 16  # bytes
 EXACT_INTEGERS = 1 << 53  # integers up to here are exact in JavaScript
 THOUGHTS = ("thinking", "redacted_thinking", "reasoning")  # parts that clients may drop
 TEXTS = ("text", "refusal")  # names of the text of a part
-NO_CALLS: tuple[Any, ...] = ()
 
 
 class PromptContext(msgspec.Struct, frozen=True):

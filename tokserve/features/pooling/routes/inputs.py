@@ -19,24 +19,20 @@ from tokserve.features.pooling.pooled_outputs import LabelRules, PoolingRules, V
 from tokserve.features.pooling.server_pooling import ServerPooling
 from tokserve.protocol.params import PoolingParams
 from tokserve.server import compat
-from tokserve.server.http.declared import OPTIONS, model
 from tokserve.server.http.errors import renamed
 from tokserve.server.replies import sse
 from tokserve.server.request_starter import FieldPaths, Prompts
 from tokserve.server.route_call import RouteCall
 from tokserve.server.serving import Serving
 
-USED = ("priority", "cache_salt", "group_id", "deadline_ms", "queue_timeout_ms", "data_parallel_rank")
 BYTES_OF_VALUE = 24  # of a float in JSON, at most
 REPLY_BYTES = 1 << 20  # of any reply with vectors: it is made in a thread
 CUT_BYTES = 1 << 20  # a text that is to be cut may have so many bytes, even if they exceed the context
 MAX_TRIES = 3  # to have all vectors of a request made by the same weights
 UNSUPPORTED = "unsupported"  # code of what this model cannot do: a 400, not a 501, which SDKs repeat
 
-_OptionFields: Any = model("_OptionFields", schemas.RequestBody, (field for field in OPTIONS if field.name in USED))
 
-
-class PoolingBody(_OptionFields):  # type: ignore[misc]
+class PoolingBody(schemas.ScheduledBody):
     """What the bodies of all pooling routes share."""
 
     others: ClassVar[compat.FieldTable] = compat.POOLING
@@ -44,7 +40,6 @@ class PoolingBody(_OptionFields):  # type: ignore[misc]
     use_activation: bool | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
-    request_id: str | None = None
 
 
 class InputBody(PoolingBody):
@@ -212,23 +207,13 @@ async def pool(
     headers = {"X-Request-Id": generate.request_id, **call.headers}
     for _ in range(MAX_TRIES):
         generation = await requests.start(call.request, generate, prompts, fields)
-        try:
-            choices = sorted(await sse.collect(generation, call.request), key=lambda choice: choice.index)
-            for choice in choices:
-                if not packed_vector(choice):
-                    message, detail = f"the request ended without a vector ({choice.stop_detail})", choice.stop_detail
-                    again = detail in ("abort_pause", "abort_quarantine", "shutdown")  # not the client's doing
-                    raise Overloaded(message, code=detail) if again else RequestError(message, code=detail)
-            versions = {choice.weight_versions[-1][0] for choice in choices}
-            if len(versions) == 1:
-                tokens = generation.usage().prompt_tokens
-                return PooledPrompts(
-                    generation.key,
-                    [packed_vector(choice) for choice in choices],
-                    PoolingUsage(tokens, tokens),
-                    headers,
-                    versions.pop(),
-                )
-        finally:
-            await generation.close()
+        choices = await sse.collect(generation, call.request)
+        for choice in choices:
+            if not packed_vector(choice):
+                raise sse.unfinished(choice, "the request ended without a vector")
+        versions = {choice.weight_versions[-1][0] for choice in choices}
+        if len(versions) == 1:
+            tokens = generation.usage().prompt_tokens
+            vectors = [packed_vector(choice) for choice in choices]
+            return PooledPrompts(generation.key, vectors, PoolingUsage(tokens, tokens), headers, versions.pop())
     raise Overloaded(f"the weights changed in each of {MAX_TRIES} tries to pool these inputs", code="weights_changed")
