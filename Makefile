@@ -148,12 +148,13 @@ gcc_file = $(shell $(or $(CXX),c++) -print-file-name=$(1))
 test-asan: build/asan
 	LD_PRELOAD="$(call gcc_file,libasan.so) $(call gcc_file,libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 	  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	  $(BIN)/python tests/with_extension.py build/asan/tokserve -q -p no:faulthandler tests/ops -k 'cpu or cpp or capture or instruction_sets'
+	  $(BIN)/python tests/with_extension.py build/asan/tokserve -q -p no:faulthandler tests/ops -k 'cpu or cpp or capture or instruction_sets or groups'
 
 test-tsan: build/tsan
 	LD_PRELOAD="$(call gcc_file,libtsan.so)" TSAN_OPTIONS=suppressions=tests/tsan.supp:exitcode=66 \
 	  $(BIN)/python tests/with_extension.py build/tsan/tokserve -q -p no:faulthandler \
-	  tests/ops/test_cpu.py tests/ops/test_capture.py tests/ops/test_instruction_sets.py -k 'threads or tile or bits or replay'
+	  tests/ops/test_cpu.py tests/ops/test_capture.py tests/ops/test_instruction_sets.py tests/ops/test_groups.py \
+	  -k 'threads or tile or bits or replay or groups'
 
 # A wheel, installed in an environment that knows nothing of this tree.
 test-wheel: install

@@ -19,9 +19,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from tests.runner.drive import Driver, Job, feature, make_runner, plan_of, update
 from tests.runner.fake_device import FakeDevice
+from tests.runner.test_hybrids import engine_of
+from tests.runner.test_hybrids import run as run_engine
 from tests.runner.test_runner import jobs, outcomes, prompt
 from tests.runner.test_weight_sync import by_stream
-from tests.tiny_models import tiny_config, write_checkpoint
+from tests.tiny_models import tiny_config, tiny_vision_config, write_checkpoint
 from tokserve.base.errors import RequestError, StartError
 from tokserve.checkpoint import flat
 from tokserve.config import Config
@@ -318,6 +320,29 @@ def test_checkpoints_and_options_without_a_head_are_refused(tmp_path: Path) -> N
         directory = write_checkpoint(tmp_path / family, hf)
         with pytest.raises(StartError, match=message):
             make_runner(directory, hf, load_format="auto", **MTP)
+
+
+@pytest.mark.slow
+def test_an_engine_with_a_head_preempts_and_shares_prefixes(tmp_path: Path) -> None:
+    """A hybrid has snapshots of recurrent states as well; drafts come from the head and from texts."""
+    family = "qwen3_5_text"
+    known = run_engine(engine_of(tmp_path / "alone", family, max_num_seqs=1, enable_prefix_caching=False), turns=2)
+    page = 16 * 2 * (2 * 2 * 16 + 2 * 2 * 16 + 64)  # of keys and values in the model and the head, and of states
+    for number, options in enumerate(({}, {"kv_cache_memory_bytes": 9 * page, "state_snapshot_interval": 16})):
+        engine = engine_of(tmp_path / f"drafting{number}", family, spec_method="mtp", spec_tokens=4, **options)
+        assert run_engine(engine, turns=2) == known
+        assert engine.stats.rooms["draft_tokens"] > 50
+        assert engine.stats.preemptions or not options
+
+
+def test_images_beside_a_head(tmp_path: Path) -> None:
+    """A model that reads images has rope tables by axis: the head's positions follow them."""
+    runner, _ = make_runner(tmp_path, tiny_vision_config("qwen3_5"), **MTP)
+    tokens = prompt(30, 4)
+    enter(runner, 0, tokens, [0, 1, 2])
+    drafts, sampled = drawn_for(runner, 0, 30, 3)
+    assert len(drafts) == 3 and sampled
+    runner.execute(plan_of([], freed=[0]))
 
 
 def test_an_update_may_leave_out_the_head(tmp_path: Path) -> None:
