@@ -116,6 +116,8 @@ def calls(sizes: list[int], *, has_float8: bool, is_dependent: bool, wide_heads:
     for window in (0, 1000):
         for sinks in (None, torch.empty(heads)):
             call["paged_attention"](many, *caches, tables, starts, lens, 0.1, window, 1.0, 0.0, sinks)
+        both_ways = torch.ones(rows, dtype=torch.bool)  # of images and of encoders
+        call["paged_attention"](many, *caches, tables, starts, lens, 0.1, window, 1.0, 0.0, None, both_ways)
     call["paged_attention"](many, *caches, tables, starts, lens, 0.1, 0, 1.0, 50.0)
     step = torch.empty(rows, heads, dim, dtype=BF16)
     runs = OPS["attention_work"].implementations["groups"].call(step, caches[0], tables, starts, lens, 0)

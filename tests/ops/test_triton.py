@@ -128,8 +128,6 @@ def on_device(name: str) -> Callable[..., Any]:
 def small_samples(op: Op[Any, Any], dtype: torch.dtype) -> list[tuple[Any, ...]]:
     """The op's samples, without those that take the interpreter or the compiler long."""
     calls = list(samples(op.name, dtype))
-    if op.name == "paged_attention":  # rows that see later keys are for a CPU
-        calls = [call for call in calls if len(call) < 12]
     if not INTERPRETED and op.name == "paged_attention" and dtype == torch.float32:
         return [call for call in calls if call[0].shape[2] <= 128]  # heads of 256 take a minute to compile
     if not INTERPRETED or op.name in ("edit_rows", "prepare_step", "advance_step"):
@@ -478,6 +476,23 @@ def test_attention_in_chunks_and_steps_is_attention_at_once(shape: tuple[Any, ..
         parts = paged.attend(call, [(1, min(start, 16), min(end, 17)), (0, start, end)])
         assert torch.equal(parts[0], all_rows[1][min(start, 16) : min(end, 17)])
         assert torch.equal(parts[1], all_rows[0][start:end])
+
+
+@pytest.mark.parametrize("window", [0, pytest.param(70, marks=pytest.mark.slow)])
+def test_rows_that_see_later_keys_have_the_same_bits_in_any_parts(window: int) -> None:
+    """Whole, from any query on, and the last queries alone, which the kernel of decode takes; beside causal rows."""
+    dtype = DTYPES[0] if INTERPRETED else DTYPES[-1]
+    paged = Paged([270, 12], 2, 1, 16, page=64, window=window, dtype=dtype, store=OPS["store_kv"].reference)
+    call = on_device("paged_attention")
+    all_rows, causal = paged.attend(call, [(0, 0, 270), (1, 0, 12)], [True, False])
+    expected = torch.cat(paged.attend(OPS["paged_attention"].reference, [(0, 0, 270), (1, 0, 12)], [True, False]))
+    close(torch.cat([all_rows, causal]), expected, TOLERANCE["paged_attention", dtype])
+    assert torch.equal(causal, paged.attend(call, [(1, 0, 12)])[0])
+    for start in (100, 268):
+        rest, other = paged.attend(call, [(0, start, 270), (1, 0, 12)], [True, False])
+        assert torch.equal(rest, all_rows[start:]) and torch.equal(other, causal)
+    alone = paged.attend(call, [(0, 269, 270), (1, 11, 12)], [True, False])  # a query a row: the kernel of decode only
+    assert torch.equal(alone[0], all_rows[269:]) and torch.equal(alone[1], causal[11:])
 
 
 @pytest.mark.parametrize("window", [0, pytest.param(200, marks=pytest.mark.slow)])

@@ -11,6 +11,7 @@ weight of exactly zero and change nothing.
   that has not leaves each by itself in scratch memory.  The last to finish a row merges what was left, in order.
 - prefill (all other rows): programs walk through tiles of queries, each over all its splits.
 
+Rows whose queries see later keys too (images, encoders) have the same kernels, with another bound to the mask.
 Lengths are read on the device, so that a captured graph serves any length.  Flash-decoding: Dao et al., 2023.  Names
 are FlashAttention's: row_max, row_sum, acc.
 """
@@ -85,6 +86,7 @@ def with_sink(acc, row_max, row_sum, sink):
 def attend(
     q,
     position,
+    last_key,
     k_ptr,
     v_ptr,
     table_ptr,
@@ -103,7 +105,8 @@ def attend(
     DIM_BLOCK: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """Queries q [M,D] at `position` [M] over the keys of splits first..last-1 that lie in first_key..end-1.
+    """Queries q [M,D] at `position` [M] over the keys of splits first..last-1 that lie in first_key..end-1, each up to
+    its `last_key` [M].
 
     k_ptr, v_ptr: the KV head in page 0; `scale` is for powers of two, unless scores are CAPPED.  Returns the
     undivided acc [M,D], row_max [M] and row_sum [M], all float32.
@@ -130,7 +133,7 @@ def attend(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [M,KEYS]
         if CAPPED:
             scores = tanh(tl.div_rn(scores, softcap)) * softcap * LOG2_E_IN_KERNELS
-        visible = key[None, :] <= position[:, None]
+        visible = key[None, :] <= last_key[:, None]
         if WINDOW > 0:
             visible = visible & (key[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible, scores, NEG_INF)
@@ -209,6 +212,7 @@ def decode_kernel(
     sum_ptr,
     out_ptr,
     sinks_ptr,
+    both_ways_ptr,
     rows,
     scale,
     softcap,
@@ -229,6 +233,7 @@ def decode_kernel(
     CAPPED: tl.constexpr,
     TILE: tl.constexpr,
     SINKS: tl.constexpr,
+    BOTH_WAYS: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -263,12 +268,17 @@ def decode_kernel(
             inside = valid[:, None] & (column < DIM)
             token = (start + query).to(tl.int64)
             q = tl.load(q_ptr + token[:, None] * q_stride + head[:, None] * DIM + column, mask=inside, other=0.0)
+            position = end - queries + query
+            last_key = position
+            if BOTH_WAYS:
+                last_key = tl.where(tl.load(both_ways_ptr + row) != 0, end - 1, position)
             step = tl.where(first == 0, last, 1)
             for split in range(first, last, step):
                 beginning = first_key // SPLIT + split
                 acc, row_max, row_sum = attend(
                     q,
-                    end - queries + query,
+                    position,
+                    last_key,
                     k_ptr + kv_head * page_stride,
                     v_ptr + kv_head * page_stride,
                     table_ptr + row.to(tl.int64) * table_stride,
@@ -393,6 +403,7 @@ def prefill_kernel(
     work_ptr,
     out_ptr,
     sinks_ptr,
+    both_ways_ptr,
     rows,
     scale,
     softcap,
@@ -411,6 +422,7 @@ def prefill_kernel(
     CAPPED: tl.constexpr,
     TILE: tl.constexpr,
     SINKS: tl.constexpr,
+    BOTH_WAYS: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -435,11 +447,18 @@ def prefill_kernel(
         head = kv_head * GROUP + slot % GROUP
         token = (start + query).to(tl.int64)
         q = tl.load(q_ptr + token[:, None] * q_stride + head[:, None] * DIM + column, mask=inside, other=0.0)
+        position = length - queries + query
+        last_key = position
         end = length - queries + tl.minimum(first_query + QUERIES, queries)  # no query of the tile sees further
+        if BOTH_WAYS:
+            sees_all = tl.load(both_ways_ptr + row) != 0
+            last_key = tl.where(sees_all, length - 1, position)
+            end = tl.where(sees_all, length, end)
         first_key = tl.maximum(length - queries + first_query + 1 - WINDOW, 0) if WINDOW > 0 else 0
         acc, row_max, row_sum = attend(
             q,
-            length - queries + query,
+            position,
+            last_key,
             k_ptr + kv_head * page_stride,
             v_ptr + kv_head * page_stride,
             table_ptr + row.to(tl.int64) * table_stride,
@@ -549,10 +568,7 @@ def attend_rows(
     bidirectional: Tensor | None = None,
     work: Tensor | None = None,
 ) -> Tensor:
-    """`paged_attention`; q may be a slice of a tensor [T, ...].  Raises NotImplementedError for bidirectional rows:
-    those of images, which a GPU does not take."""
-    if bidirectional is not None:
-        raise NotImplementedError("attention to later keys has no kernel for this device")
+    """`paged_attention`; q may be a slice of a tensor [T, ...]."""
     (tokens, heads, dim), rows, (kv_heads, page) = q.shape, len(seq_lens), k_cache.shape[1:3]
     out = q.new_empty(q.shape)
     if tokens == 0:
@@ -564,7 +580,8 @@ def attend_rows(
     shape = (group, kv_heads, dim, page, window, SPLIT, launch.keys, dim_block, softcap > 0.0)
     scale *= 1.0 if softcap > 0.0 else LOG2_E  # capped scores are multiplied by it in the kernel
     inputs = (q, k_cache, v_cache, block_tables, query_start, seq_lens, work)
-    outputs, strides = (out, out if sinks is None else sinks), (q.stride(0), block_tables.stride(0))
+    outputs = (out, out if sinks is None else sinks, seq_lens if bidirectional is None else bidirectional)
+    strides, flags = (q.stride(0), block_tables.stride(0)), (sinks is not None, bidirectional is not None)
     if tokens > rows:
         tiles = tokens // (launch.prompt_tile // group) + rows
         prefill_kernel[(min(multiprocessors(q.device.index), tiles * kv_heads),)](
@@ -578,7 +595,7 @@ def attend_rows(
             page * dim,
             *shape,
             launch.prompt_tile,
-            sinks is not None,
+            *flags,
             rows_block(rows),
             is_dependent(q.device.index),
             num_warps=launch.prompt_warps,
@@ -604,7 +621,7 @@ def attend_rows(
         page * dim,
         *shape,
         launch.tile,
-        sinks is not None,
+        *flags,
         rows_block(rows),
         next_power_of_2(group),
         is_dependent(q.device.index),

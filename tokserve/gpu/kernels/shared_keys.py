@@ -148,9 +148,11 @@ def run_splits_kernel(
         head = kv_head * GROUP + group_head
         token = (tl.load(start_ptr + row) + member).to(tl.int64)
         q = tl.load(q_ptr + token[:, None] * q_stride + head[:, None] * DIM + column, mask=inside, other=0.0)
+        position = tl.load(len_ptr + row + member, mask=valid, other=1) - 1
         acc, row_max, row_sum = attend(
             q,
-            tl.load(len_ptr + row + member, mask=valid, other=1) - 1,
+            position,
+            position,
             k_ptr + kv_head * page_stride,
             v_ptr + kv_head * page_stride,
             table_ptr + row.to(tl.int64) * table_stride,
