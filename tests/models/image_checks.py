@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.models.pictures import Picture, oracle, oracle_logits, prompt_of
 from tests.runner.drive import Driver, Job
+from tests.runner.fake_device import FakeDevice
 from tokserve import checkpoint
 from tokserve.config import Config
 from tokserve.features.images.vision import image_format
 from tokserve.protocol.images import ImageFormat
 from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import DeviceFacts
+from tokserve.runner import device
 from tokserve.runner.runner import Runner
 from tokserve.runner.startup import load_runner
 
@@ -28,19 +31,23 @@ def kind_of(directory: Path) -> ImageFormat:
     return kind
 
 
-def loaded(directory: Path, dtype: str, threads: int) -> tuple[Runner, DeviceFacts]:
-    return load_runner(
-        Config.make(
-            model=str(directory),
-            dtype=dtype,
-            device="cpu",
-            max_model_len=256,
-            max_num_seqs=8,
-            block_size=16,
-            cpu_threads=threads,
-            max_logprobs=-1,
+def loaded(directory: Path, dtype: str, threads: int, target: FakeDevice | None = None) -> tuple[Runner, DeviceFacts]:
+    """`target`: a device with memory of its own, in place of the host."""
+    with pytest.MonkeyPatch.context() as patch:
+        if target is not None:
+            patch.setattr(device, "use", lambda kind: target)
+        return load_runner(
+            Config.make(
+                model=str(directory),
+                dtype=dtype,
+                device="cpu",
+                max_model_len=256,
+                max_num_seqs=8,
+                block_size=16,
+                cpu_threads=threads,
+                max_logprobs=-1,
+            )
         )
-    )
 
 
 def check_logprobs(directory: Path, prompts: Iterable[Parts]) -> None:
@@ -81,3 +88,19 @@ def check_bits(directory: Path, dtype: str, prompts: Sequence[Parts], chunks: It
             expected[0],
             expected[2],
         )  # of the last layer, only the last token was computed
+
+
+def check_device(directory: Path, prompts: Sequence[Parts], *, graphs: bool = True) -> None:
+    """A device with memory of its own gives the host's tokens and logprobs, beside rows without images that graphs
+    take, if the model has any."""
+    target, outcomes = FakeDevice(), []
+    for other in (None, target):
+        runner, facts = loaded(directory, "float32", 1, other)
+        requests = [prompt_of(parts) for parts in prompts]
+        params = SamplingParams(max_tokens=5, temperature=0.8, logprobs=2)
+        jobs = [Job(ids, params, seed, features=features) for seed, (ids, features) in enumerate(requests)]
+        runs = Driver(runner, facts, 8, seed=2).run(jobs, chunk=16, preempt_after={0: 2})
+        runs += Driver(runner, facts, 8).run([Job([*TEXT[0]], params)])
+        outcomes.append([(job.output, job.rows) for job in runs])
+    assert outcomes[0] == outcomes[1]
+    assert (target.replayed > 0) is graphs

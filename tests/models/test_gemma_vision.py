@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models.image_checks import TEXT, Parts, check_bits, check_logprobs, kind_of
+from tests.models.image_checks import TEXT, Parts, check_bits, check_device, check_logprobs, kind_of
 from tests.models.pictures import Picture
 from tests.runner.drive import plan_of
 from tests.tiny_models import tiny_gemma_vision_config, write_checkpoint
@@ -44,6 +44,13 @@ def test_images_have_the_same_bits_in_any_batch_and_chunk_and_after_preemption(
     one, two, three = (Picture(kind, 8, 8, seed) for seed in (1, 2, 3))
     prompts: list[Parts] = [[TEXT[0], one], [two, TEXT[1]], [TEXT[1], three, TEXT[0], one, TEXT[2]], [*TEXT]]
     check_bits(directory, dtype, prompts, (1, 3, 16))  # a chunk that would end in an image ends after it
+
+
+def test_a_device_of_its_own_gives_the_same_bits(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, tiny_gemma_vision_config(24))
+    kind = kind_of(directory)
+    one, two = (Picture(kind, 8, 8, seed) for seed in (1, 2))
+    check_device(directory, [[TEXT[0], one, TEXT[1]], [*TEXT], [two, TEXT[1], one, TEXT[2]]])
 
 
 def test_rows_are_divided_where_images_begin_and_end() -> None:

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests.models.image_checks import TEXT, Parts, check_bits, check_logprobs, kind_of, loaded
+from tests.models.image_checks import TEXT, Parts, check_bits, check_device, check_logprobs, kind_of, loaded
 from tests.models.pictures import Picture, prompt_of
 from tests.runner.drive import Driver, Job
 from tests.tiny_families import VISION_FAMILIES
@@ -45,6 +45,15 @@ def test_images_have_the_same_bits_in_any_batch_and_chunk_and_after_preemption(
     one, wide, tall = Picture(kind, 4, 4, 1), Picture(kind, 2, 10, 2), Picture(kind, 6, 4, 3)
     prompts: list[Parts] = [[TEXT[0], one], [wide, TEXT[1]], [TEXT[1], tall, TEXT[0], one, TEXT[2]], [*TEXT]]
     check_bits(directory, dtype, prompts, (1, 3, 7, 16))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)])
+def test_a_device_of_its_own_gives_the_same_bits(family: str, tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, tiny_vision_config(family))
+    kind = kind_of(directory)
+    one, wide = Picture(kind, 4, 4, 1), Picture(kind, 2, 10, 2)
+    prompts: list[Parts] = [[TEXT[0], one, TEXT[2]], [*TEXT], [wide, TEXT[1], one]]
+    check_device(directory, prompts, graphs=family != "qwen3_5")
 
 
 def table_of(runner: Runner) -> FeatureTable:

@@ -14,6 +14,7 @@ import transformers
 from numpy.typing import NDArray
 
 from tests.runner.drive import plan_of
+from tests.runner.fake_device import FakeDevice
 from tests.tiny_models import write_checkpoint
 from tokserve.base.errors import StartError
 from tokserve.checkpoint.architectures import ENCODERS, ENDINGS
@@ -21,6 +22,7 @@ from tokserve.config import Config
 from tokserve.config.resolve import resolve
 from tokserve.protocol.params import PoolingParams
 from tokserve.protocol.plan import NewRow
+from tokserve.runner import device
 from tokserve.runner.runner import Runner
 from tokserve.runner.startup import load_runner
 
@@ -64,9 +66,13 @@ def checkpoint(directory: Path, family: str, ending: str, **changes: Any) -> Any
     return model
 
 
-def runner_of(directory: Path, **options: Any) -> Runner:
+def runner_of(directory: Path, target: FakeDevice | None = None, **options: Any) -> Runner:
+    """`target`: a device with memory of its own, in place of the one that the test has."""
     defaults = {"model": str(directory), "device": "cpu", "max_num_seqs": 8, "cpu_threads": 1, "dtype": "float32"}
-    return load_runner(resolve(Config.make(**(defaults | options))))[0]
+    with pytest.MonkeyPatch.context() as patch:
+        if target is not None:
+            patch.setattr(device, "use", lambda name: target)
+        return load_runner(resolve(Config.make(**(defaults | options))))[0]
 
 
 def pooled(runner: Runner, prompts: list[int], params: PoolingParams) -> dict[int, NDArray[np.float32]]:
@@ -170,3 +176,16 @@ def test_what_is_not_served_is_named(tmp_path: Path, family: str, changes: dict[
     checkpoint(tmp_path, family, "Model")
     with pytest.raises(StartError, match=field):
         runner_of(tmp_path, hf_overrides=changes)
+
+
+@pytest.mark.parametrize("family", ["Bert", pytest.param("ModernBert", marks=pytest.mark.slow)])
+def test_a_device_of_its_own_gives_the_same_vectors(tmp_path: Path, family: str) -> None:
+    """Pairs, windows and rows of the last layer included; no graph takes them."""
+    checkpoint(tmp_path, family, "Model")
+    host, other = (runner_of(tmp_path, target) for target in (None, FakeDevice()))
+    for kind in ("first", "all"):
+        params = PoolingParams(kind, normalize=False)  # type: ignore[arg-type]
+        expected, actual = (pooled(runner, [3, 0, 4, 1], params) for runner in (host, other))
+        assert {number: vector.tobytes() for number, vector in actual.items()} == {
+            number: vector.tobytes() for number, vector in expected.items()
+        }

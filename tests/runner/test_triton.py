@@ -9,22 +9,34 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
 
 from tests.adapters import write_adapter  # noqa: E402
+from tests.models.image_checks import kind_of  # noqa: E402
+from tests.models.pictures import Picture  # noqa: E402
 from tests.models.test_load import rewrite, stored  # noqa: E402
 from tests.runner.drive import Driver, Job, make_runner  # noqa: E402
 from tests.runner.tape import TapeDevice, recording  # noqa: E402
+from tests.runner.test_encoders import checkpoint, pooled, runner_of  # noqa: E402
 from tests.runner.test_lora import load  # noqa: E402
 from tests.runner.test_runner import outcomes, prompt  # noqa: E402
-from tests.tiny_models import tiny_config, write_checkpoint  # noqa: E402
+from tests.tiny_models import (  # noqa: E402
+    tiny_config,
+    tiny_gemma_vision_config,
+    tiny_vision_config,
+    write_checkpoint,
+)
 from tokserve import ops  # noqa: E402
+from tokserve.checkpoint import hf_config as checkpoint_of  # noqa: E402
+from tokserve.features.images.vision import decode_image  # noqa: E402
 from tokserve.gpu import cuda  # noqa: E402
+from tokserve.models.load import load_decoder  # noqa: E402
 from tokserve.ops.registry import OPS  # noqa: E402
-from tokserve.protocol.params import SamplingParams  # noqa: E402
+from tokserve.protocol.params import PoolingParams, SamplingParams  # noqa: E402
 from tokserve.runner import device, exactness  # noqa: E402
 
 pytestmark = [
@@ -87,6 +99,49 @@ def test_a_model_runs_on_kernels_alone(tmp_path: Path, kernels: None) -> None:
         assert actual[0] == other[0]
         for a, b in zip([*actual[2], *actual[3].values()], [*other[2], *other[3].values()], strict=True):
             assert a[1:3] == b[1:3] and a[0] == pytest.approx(b[0], abs=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Bert", "ModernBert"])
+def test_a_model_that_reads_both_ways_runs_on_kernels_alone(
+    tmp_path: Path, kernels: None, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """The vectors of a step are close to the reference's, and do not depend on the batch; two layers: with a window and
+    without."""
+    checkpoint(tmp_path, family, "Model", num_hidden_layers=2)
+    options = {"max_num_seqs": 2, "max_model_len": 80, "max_num_batched_tokens": 160}
+    runner, params = runner_of(tmp_path, None, **options), PoolingParams("all", normalize=False)
+    actual = pooled(runner, [1, 0], params)
+    assert actual[1].tobytes() == pooled(runner, [1], params)[1].tobytes()
+    monkeypatch.setattr(device, "use", lambda kind: device.Host())
+    monkeypatch.setattr(ops, "bind", bind_references)
+    expected = pooled(runner_of(tmp_path, None, **options), [1, 0], params)
+    for number, vectors in expected.items():
+        assert np.allclose(actual[number], vectors, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "qwen3_vl"])
+def test_towers_run_on_kernels_alone(
+    tmp_path: Path, kernels: None, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    config = tiny_gemma_vision_config() if family == "gemma3" else tiny_vision_config(family)
+    directory = write_checkpoint(tmp_path, config)
+    picture = Picture(kind_of(directory), *((8, 8) if family == "gemma3" else (4, 6)))
+    patches, grid = decode_image(picture.feature(0).data, picture.kind)
+
+    def embeddings() -> torch.Tensor:
+        ops.bind("cuda")
+        model = load_decoder(
+            directory, checkpoint_of(directory), dtype="float32", head_dtype="auto", load_format="auto", seed=0
+        )
+        assert model.tower is not None
+        with torch.inference_mode():
+            return model.tower(torch.from_numpy(patches), grid)
+
+    actual = embeddings()
+    monkeypatch.setattr(ops, "bind", bind_references)
+    torch.testing.assert_close(actual, embeddings(), atol=1e-4, rtol=1e-4)
 
 
 def test_what_is_recorded_is_launches_and_not_lines() -> None:

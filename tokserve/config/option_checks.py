@@ -137,8 +137,6 @@ def _check_ranks(config: Config) -> None:
 
 def check_encoder(config: Config) -> None:
     """Raise StartError for an option that is of no use to a model that reads both ways."""
-    if config.runtime.device != "cpu":
-        raise StartError("models that read both ways (config.json: architectures) run on a CPU; give --device cpu")
     if config.lora.enable_lora:
         raise StartError("option enable_lora: a model that reads both ways takes no adapters")
     if config.model.model_impl == "transformers":

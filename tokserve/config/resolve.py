@@ -56,7 +56,7 @@ def resolve(config: Config) -> Config:
     model, server = config.model, config.server
     directory = checkpoint.locate(model.model, weights=model.load_format != "dummy")
     device = _device(config.runtime.device)
-    model = _with_images(model, config.media, device)
+    model = _with_images(model, config.media)
     hf = checkpoint.hf_config(directory) | (model.hf_overrides or {})
     generation = checkpoint.read_json(directory, "generation_config.json") or {}
     names, tokenizer = config.server.served_model_name or [model.model], _tokenizer(config)
@@ -139,10 +139,10 @@ def _adapters(lora: LoraConfig) -> LoraConfig:
     return msgspec.structs.replace(lora, lora_modules=located)
 
 
-def _with_images(model: ModelConfig, media: MediaConfig, device: str) -> ModelConfig:
+def _with_images(model: ModelConfig, media: MediaConfig) -> ModelConfig:
     """The model's options without the vision tower where none is to be served."""
     media.max_images()  # raises StartError
-    if not media.language_model_only and device != "cuda":
+    if not media.language_model_only:
         return model
     return msgspec.structs.replace(model, hf_overrides=(model.hf_overrides or {}) | {"vision_config": None})
 

@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 MAX_COMPILERS = 16  # threads that compile kernels at the start
+MOST_IMAGE_TOKENS = 16384  # of one image, for which there is memory: the processors' default limit
 SCORING_COPIES = 3  # of logits of prompt tokens: the model's, divided, and without what is forbidden
 
 
@@ -76,12 +77,15 @@ class CudaBackend:
             raise StartError(
                 "speculative_config: a draft model is not supported with recurrent states, in either model"
             )
-        self._eager = config.runtime.enforce_eager or ranks.size > 1 or has_states  # graphs do not fill in states
+        # graphs do not fill in states, nor do prompts that are read both ways come again
+        self._eager = config.runtime.enforce_eager or ranks.size > 1 or has_states or model.reads_both_ways
         self._exact, self._most_drafts = config.runtime.exact, config.speculation.resolved().num_drafts
         self._adapters = config.lora.enable_lora
         block_size = config.cache.block_size or DEFAULT_BLOCK_SIZE
         self._compile_ahead(model, specs, block_size)
         activations = self.activation_bytes(model, specs, block_size)
+        if model.tower is not None:
+            activations += model.tower.activation_bytes(min(max_model_len, MOST_IMAGE_TOKENS))
         if draft is not None:
             if not isinstance(draft.model, Decoder):
                 raise StartError("speculative_config: draft heads run on a CPU only so far")

@@ -129,7 +129,8 @@ class DecodeGraphs(CudaGraphs):
     decodes = True
 
     def fits(self, plan: StepPlan) -> bool:
-        return bool(self.sizes) and len(plan.slots) <= self.sizes[-1] and is_decode(plan)
+        fits = bool(self.sizes) and len(plan.slots) <= self.sizes[-1] and is_decode(plan)
+        return fits and not self._slots.has_parts(plan)
 
     def _count(self, plan: StepPlan) -> int:
         return len(plan.slots)
@@ -139,7 +140,8 @@ class PromptGraphs(CudaGraphs):
     """Steps in which a row has several tokens and all are few; they return hidden states [T, H]."""
 
     def fits(self, plan: StepPlan) -> bool:
-        return bool(self.sizes) and len(plan.slots) < self._count(plan) <= self.sizes[-1]
+        fits = bool(self.sizes) and len(plan.slots) < self._count(plan) <= self.sizes[-1]
+        return fits and not self._slots.has_parts(plan)
 
 
 def _run(step: Step, batch: ForwardBatch, slots: DeviceSlots, rows: DecodeRows | None, out: Tensor) -> Tensor:

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve import ops
 from tokserve.layers.batch import ForwardBatch, Pages, StateRows
 from tokserve.protocol.plan import Int32, NewRow, StepPlan
 from tokserve.runner.device import Accelerator
+from tokserve.runner.tables.prompt_parts import PromptParts
 from tokserve.runner.tables.slots import Int64, SamplingColumns, Slots, last_indices, logit_lengths
 from tokserve.runner.tables.states import StateTable
 
@@ -67,11 +70,13 @@ class DeviceSlots(Slots):
         self._padding_index = padding_block * block_size  # in the slot mapping
         self._token_edits: list[tuple[int, int, Int32]] = []
         self._block_edits: list[tuple[int, int, Int32]] = []
+        self._parts = PromptParts(self.tokens.shape[1])
         self._columns: SamplingColumns | None = None  # of this step's rows of logits
         self.logits_indices: Tensor | None = None  # [n] int64, their tokens in this step's batch
 
     def assign(self, row: NewRow) -> None:
         super().assign(row)
+        self._parts.assign(row, self.images)
         if self.states is not None:
             self.states.assign(row)
         self._token_edits.append((row.slot, 0, row.tokens))
@@ -141,12 +146,40 @@ class DeviceSlots(Slots):
         )
         if into is not None and len(into.input_ids) > len(slots):
             into.query_start.copy_(starts)
+        if into is None and self._parts.are_in(plan):
+            self._put_parts(plan, batch)
         batch.states = StateRows(*states) if states else None
         if into is None:
             batch.adapters = adapters_dev if len(adapters) else None
         elif into.adapters is not None:
             into.adapters.copy_(adapters_dev)
         return batch
+
+    def has_parts(self, plan: StepPlan) -> bool:
+        """Whether rows of the plan have images or second texts that matter to its step, which no graph knows of."""
+        return self._parts.are_in(plan)
+
+    def _put_parts(self, plan: StepPlan, batch: ForwardBatch) -> None:
+        """What images and second texts change in the plan's batch."""
+        slots, computed, counts = plan.slots, plan.num_computed, plan.num_tokens
+        positions = last_indices(np.add(computed, counts, dtype=np.int64), counts)
+        rope, axes = self._parts.rope_positions(slots, computed, counts, positions)
+        types, divided = self._parts.types(slots, counts, positions), self._parts.divided(plan)
+        arrays: list[NDArray[Any]] = [rope]
+        arrays += [] if axes is None else [axes.reshape(-1)]
+        arrays += [] if types is None else [types]
+        if divided is not None:
+            starts = np.zeros(len(divided.counts) + 1, np.int32)
+            np.add.accumulate(divided.counts, out=starts[1:])
+            arrays += [starts, divided.ends, divided.owners, divided.bidirectional]
+        batch.positions, *copies = self._device.put(arrays)
+        if axes is not None:
+            batch.axes = copies.pop(0).view(3, -1)
+        if types is not None:
+            batch.token_types = copies.pop(0)
+        if divided is not None:
+            batch.query_start, batch.seq_lens, owners, batch.bidirectional = copies
+            batch.block_tables = batch.block_tables.index_select(0, owners)
 
     def decode_rows(self, rows: int, kv: Pages, *, adapters: bool) -> DecodeRows:
         """Rows of a step to be recorded, which begins with `advance`; they are padding until `resume`."""

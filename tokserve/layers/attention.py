@@ -6,7 +6,7 @@ The batch, the layer's index in the cache and the rope table come as arguments; 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -235,35 +235,69 @@ class BidirectionalWindow(Attention):
     def mix(
         self, q: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch, rows: LogitsRows | ForwardBatch
     ) -> Tensor:  # [n, heads, dim] -> same
-        starts, lens = rows.query_start.numpy(), rows.seq_lens.numpy()
-        counts = np.diff(starts)
-        at_end = np.minimum(counts, self.ahead)
-        later = np.arange(len(q)) - np.repeat(starts[1:] - at_end, counts) >= 0  # [n]
-        mixed = torch.empty(q.shape, dtype=q.dtype)
-        for is_end, sizes, window in ((False, counts - at_end, 2 * self.ahead + 1), (True, at_end, self.ahead + 1)):
-            (chosen,) = np.nonzero(later == is_end)
-            if not len(chosen):
-                continue
-            kept = np.flatnonzero(sizes)
-            query_start = np.zeros(len(kept) + 1, np.int32)
-            np.add.accumulate(sizes[kept], out=query_start[1:])
-            index = torch.from_numpy(chosen)
-            part = ops.paged_attention(
-                q.index_select(0, index),
+        kind = ("both ways", self.ahead)
+        parts = batch.work.get(kind) if rows is batch else None
+        if parts is None:
+            parts = window_parts(rows, self.ahead)
+            if rows is batch:
+                batch.work[kind] = parts
+        mixed = torch.empty_like(q)
+        for part in parts:
+            values_seen = ops.paged_attention(
+                q.index_select(0, part.queries),
                 keys,
                 values,
-                rows.block_tables.index_select(0, torch.from_numpy(kept)),
-                torch.from_numpy(query_start),
-                torch.from_numpy(lens[kept]),
+                part.block_tables,
+                part.query_start,
+                part.seq_lens,
                 self.scale,
-                window,
+                part.window,
                 1.0,
                 self.softcap,
                 None,
-                torch.ones(len(kept), dtype=torch.bool) if is_end else None,
+                part.bidirectional,
             )
-            mixed.index_copy_(0, index, part)
+            mixed.index_copy_(0, part.queries, values_seen)
         return mixed
+
+
+class WindowPart(NamedTuple):
+    """Queries of a batch [n] int64 for one call of attention, and what it reads of their rows."""
+
+    queries: Tensor
+    block_tables: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    window: int
+    bidirectional: Tensor | None
+
+
+def window_parts(rows: LogitsRows | ForwardBatch, ahead: int) -> list[WindowPart]:
+    """How `BidirectionalWindow` divides the queries of a batch; the host reads the rows' lengths for it."""
+    device = rows.query_start.device
+    starts, lens = rows.query_start.cpu().numpy(), rows.seq_lens.cpu().numpy()
+    counts = np.diff(starts)
+    at_end = np.minimum(counts, ahead)
+    later = np.arange(starts[-1]) - np.repeat(starts[1:] - at_end, counts) >= 0  # [n]
+    parts = []
+    for is_end, sizes, window in ((False, counts - at_end, 2 * ahead + 1), (True, at_end, ahead + 1)):
+        (chosen,) = np.nonzero(later == is_end)
+        if not len(chosen):
+            continue
+        kept = np.flatnonzero(sizes)
+        query_start = np.zeros(len(kept) + 1, np.int32)
+        np.add.accumulate(sizes[kept], out=query_start[1:])
+        parts.append(
+            WindowPart(
+                torch.from_numpy(chosen).to(device),
+                rows.block_tables.index_select(0, torch.from_numpy(kept).to(device)),
+                torch.from_numpy(query_start).to(device),
+                torch.from_numpy(lens[kept]).to(device),
+                window,
+                torch.ones(len(kept), dtype=torch.bool, device=device) if is_end else None,
+            )
+        )
+    return parts
 
 
 def _shards(spec: AttentionSpec, group: Group) -> tuple[dict[str, int], dict[str, list[Span]]]:

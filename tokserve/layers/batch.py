@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -63,7 +64,7 @@ class ForwardBatch:
     rows then, one after the other.
     `tap`: called in a forward pass with a number of layers and the hidden states [T, hidden] after so many, 0 to all;
     those after the last one are what the head reads.  The states are overwritten later.  With it, as with `routed`.
-    `work`: what `attention_work` made of these rows in this pass, by the kind of layer.
+    `work`: what `attention_work`, or a kind of layer itself, made of these rows in this pass, by the kind of layer.
     """
 
     input_ids: Tensor  # [T] int64
@@ -83,4 +84,4 @@ class ForwardBatch:
     bidirectional: Tensor | None = None  # [R] bool
     token_types: Tensor | None = None  # [T] int64
     tap: Tap | None = None
-    work: dict[tuple[int, ...], Tensor | None] = field(default_factory=dict)
+    work: dict[tuple[Any, ...], Any] = field(default_factory=dict)

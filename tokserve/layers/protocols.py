@@ -162,6 +162,9 @@ class ImageTower(Protocol):
         """Embeddings [1 + taps, tokens, outputs] of normalized patches [n, pixels] float32; `grid`: (1, height, width)
         in patches."""
 
+    def activation_bytes(self, tokens: int) -> int:
+        """Bytes that an image of so many embeddings takes at most while it is computed; an estimate."""
+
 
 class TowerSpec(Protocol):
     """Describes an `ImageTower`, and builds it."""

@@ -7,6 +7,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
+from tokserve import ops
 from tokserve.features.images.vision import decode_image
 from tokserve.models.decoder import Decoder
 from tokserve.protocol.images import ImageFormat
@@ -35,7 +36,7 @@ class ImageEncoder:
         threads = torch.get_num_threads()
         torch.set_num_threads(self._threads)
         try:
-            embeddings = model.tower(torch.from_numpy(patches), grid)
+            embeddings = model.tower(torch.from_numpy(patches).to(ops.torch_device), grid)
         finally:
             torch.set_num_threads(threads)
         self.encoded += 1

@@ -18,6 +18,7 @@ from tokserve.features.images.tower_layers import (
     RunAttention,
     Runs,
     VisionBlock,
+    activation_bytes,
 )
 from tokserve.layers.linear import Linear
 from tokserve.layers.mlp import MLPSpec
@@ -81,7 +82,7 @@ class SiglipTower:
     """Weights come in through `parameters`; they are not quantized."""
 
     def __init__(self, spec: SiglipSpec, options: LayerOptions) -> None:
-        self.spec = spec
+        self.spec, self.dtype = spec, options.dtype
         options = LayerOptions(options.dtype)
         self.patch = PatchEmbedding(spec.hidden, spec.patch, options, bias=True, name="patch_embedding")
         self.positions = PositionTable(spec.side, spec.hidden, options.dtype)
@@ -105,10 +106,13 @@ class SiglipTower:
         order = squares(height, width, self.spec.merge)
         residual = self.patch(patches) + self.positions.resampled(order // width, order % width, height, width)
         x, runs = self.blocks[0].norm1(residual), Runs([len(order)])
-        not_turned = torch.zeros(len(order), 0)
+        not_turned = torch.zeros(len(order), 0, device=order.device)
         attention = RunAttention(self.spec.heads, self.spec.hidden // self.spec.heads, x.dtype, not_turned, runs)
         following = [*(block.norm1 for block in self.blocks[1:]), self.norm]
         for block, norm in zip(self.blocks, following, strict=True):
             added, residual = block(x, residual, attention, runs)
             x, residual = norm.add(added, residual)
         return self.projector(x)[None]
+
+    def activation_bytes(self, tokens: int) -> int:
+        return activation_bytes(self.spec.side**2, self.spec.hidden, self.spec.mlp, self.dtype)

@@ -19,6 +19,7 @@ from tokserve.features.images.tower_layers import (
     RunAttention,
     Runs,
     VisionBlock,
+    activation_bytes,
     angles,
 )
 from tokserve.layers.mlp import MLPSpec
@@ -61,7 +62,7 @@ class Tower:
     """Weights come in through `parameters`; they are not quantized."""
 
     def __init__(self, spec: VisionSpec, options: LayerOptions) -> None:
-        self.spec = spec
+        self.spec, self.dtype = spec, options.dtype
         options = LayerOptions(options.dtype)
         self.patch = PatchEmbedding(spec.hidden, spec.patch, options, bias=spec.patch_bias)
         self.positions = PositionTable(spec.side, spec.hidden, options.dtype) if spec.side else None
@@ -95,13 +96,18 @@ class Tower:
         if self.spec.window:
             index, sizes = window_order(height // merge, width // merge, self.spec.window)
             windows = Runs([size * merge**2 for size in sizes])
-            by_patch = (index[:, None] * merge**2 + torch.arange(merge**2)).view(-1)
+            by_patch = (index[:, None] * merge**2 + torch.arange(merge**2)).view(-1).to(order.device)
+            index = index.to(order.device)
             x, order, inverse = x.index_select(0, by_patch), order.index_select(0, by_patch), index.argsort()
         dim = self.spec.hidden // self.spec.heads
         turned = angles(self.spec.theta, dim, order // width, order % width)
         attention = RunAttention(self.spec.heads, dim, x.dtype, turned, everything, windows)
         merged = self._layers(x, attention, everything, windows)
         return torch.stack([one if inverse is None else one.index_select(0, inverse) for one in merged])
+
+    def activation_bytes(self, tokens: int) -> int:
+        rows = tokens * self.spec.merger.merge**2
+        return activation_bytes(rows, self.spec.hidden, self.spec.mlp, self.dtype)
 
     def _layers(self, x: Tensor, attention: RunAttention, everything: Runs, windows: Runs) -> list[Tensor]:
         """The mergers' results for rows [n, hidden]: the last first, then the taps'."""

@@ -106,9 +106,15 @@ class PositionTable(Table):
 def angles(theta: float, dim: int, rows: Tensor, columns: Tensor) -> Tensor:
     """Cosines | sines [n, dim] float32, as `rope` takes them, of heads of `dim` for patches at (rows, columns) [n]: the
     first half of each half of a head turns with the row, the second with the column."""
-    steps = 1.0 / theta ** (torch.arange(0, dim // 2, 2, dtype=torch.float32) / (dim // 2))  # [dim / 4]
+    steps = 1.0 / theta ** (torch.arange(0, dim // 2, 2, dtype=torch.float32) / (dim // 2))  # [dim / 4], on the host
+    steps = steps.to(rows.device)
     turned = torch.cat([index.float()[:, None] * steps for index in (rows, columns)], dim=1)
     return torch.cat((turned.cos(), turned.sin()), dim=1)
+
+
+def activation_bytes(rows: int, hidden: int, mlp: MLPSpec, dtype: torch.dtype) -> int:
+    """Bytes of a layer's rows, keys and values, and of positions in float32: more than are there at once."""
+    return rows * ((12 * hidden + (2 + mlp.gated) * mlp.inner) * dtype.itemsize + 8 * hidden)
 
 
 class Runs:
@@ -122,12 +128,14 @@ class Runs:
         ends, total = sizes.cumsum(0), sum(lengths)
         self.pages = int(used.sum())
         columns = torch.arange(int(used.max()))
-        self.block_tables = (first[:, None] + columns).clamp(max=self.pages - 1).int()  # [R, max pages]
-        self.query_start = torch.cat((torch.zeros_like(ends[:1]), ends)).int()  # [R + 1]
-        self.seq_lens = sizes.int()
-        self.bidirectional = torch.ones(len(sizes), dtype=torch.bool)
-        self.slots = torch.repeat_interleave(first * PAGE - (ends - sizes), sizes) + torch.arange(total)
-        self.positions = torch.arange(total)
+        device = ops.torch_device
+        self.block_tables = (first[:, None] + columns).clamp(max=self.pages - 1).int().to(device)  # [R, max pages]
+        self.query_start = torch.cat((torch.zeros_like(ends[:1]), ends)).int().to(device)  # [R + 1]
+        self.seq_lens = sizes.int().to(device)
+        self.bidirectional = torch.ones(len(sizes), dtype=torch.bool, device=device)
+        slots = torch.repeat_interleave(first * PAGE - (ends - sizes), sizes) + torch.arange(total)
+        self.slots = slots.to(device)
+        self.positions = torch.arange(total, device=device)
 
 
 class RunAttention:
@@ -137,7 +145,7 @@ class RunAttention:
     def __init__(self, heads: int, dim: int, dtype: torch.dtype, table: Tensor, *kinds: Runs) -> None:
         self.scale, self.table = dim**-0.5, table
         shape = (max(runs.pages for runs in kinds), heads, PAGE, dim)
-        self.keys, self.values = (torch.zeros(shape, dtype=dtype) for _ in range(2))
+        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=table.device) for _ in range(2))
 
     def __call__(self, qkv: Tensor, runs: Runs) -> Tensor:  # [n, 3 * hidden] -> [n, hidden]
         """Turn queries and keys by the rows' angles, and let each row see all rows of its run."""

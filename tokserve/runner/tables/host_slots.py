@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from tokserve.layers.batch import ForwardBatch, LogitsRows, Pages
-from tokserve.protocol.images import KIND, image_grid, rope_positions
 from tokserve.protocol.plan import Int32, NewRow, StepPlan
-from tokserve.runner.tables.attention_rows import Span, divide
+from tokserve.runner.tables.prompt_parts import PromptParts
 from tokserve.runner.tables.slots import Int64, SamplingColumns, Slots, last_indices
 from tokserve.runner.tables.states import StateColumns, StateTable, blank_columns
 
@@ -43,10 +42,7 @@ class HostSlots(Slots):
         self._count = np.arange(max(max_num_seqs, 1) + 1, dtype=np.int32)
         # the columns of the last rows, most often those of the next as well: seeds, greedy and temperature by slots
         self._last_columns: tuple[bytes, Tensor, Tensor, Tensor] | None = None
-        # of slots with images: positions along three axes [3, n] up to the last image's end, and the shift after it
-        self._axes: dict[int, tuple[Int64, int]] = {}
-        self._bidirectional: dict[int, list[Span]] = {}  # of slots with images whose tokens see each other
-        self._seconds: dict[int, int] = {}  # of slots with pairs: where the second text begins
+        self._parts = PromptParts(self.tokens.shape[1])
 
     def shifted(self) -> HostSlots:
         """The same tables, with each token one position earlier: those of a draft head, which has no adapters and no
@@ -60,36 +56,7 @@ class HostSlots(Slots):
         self._last_columns = None
         if self.states is not None:
             self.states.assign(row)
-        self._axes.pop(row.slot, None)
-        self._bidirectional.pop(row.slot, None)
-        self._seconds.pop(row.slot, None)
-        if row.second >= 0:
-            self._seconds[row.slot] = row.second
-        images, kind = [feature for feature in row.features if feature.kind == KIND], self.images
-        if images and kind is not None and kind.axes:
-            grids = [(feature.start, image_grid(feature.data)) for feature in images]
-            self._axes[row.slot] = rope_positions(grids, kind.merge)
-        if images and kind is not None and kind.bidirectional:
-            self._bidirectional[row.slot] = [(feature.start, feature.start + feature.length) for feature in images]
-
-    def _rope_positions(
-        self, slots: Int32, computed: Int32, counts: Int32, positions: Int64
-    ) -> tuple[Int64, Int64 | None]:
-        """Where the tokens [T] of a plan's rows stand in the rope tables; and if some of them are an image's, this by
-        axis [3, T]."""
-        with_images = [row for row, slot in enumerate(slots.tolist()) if slot in self._axes]
-        if not with_images:
-            return positions, None
-        rope, axes = positions.copy(), np.broadcast_to(positions, (3, len(positions))).copy()
-        starts = np.add.accumulate(counts, dtype=np.int64) - counts
-        for row in with_images:
-            known, shift = self._axes[int(slots[row])]
-            start, count, first = int(starts[row]), int(counts[row]), int(computed[row])
-            axes[:, start : start + count] += shift
-            part = known[:, first : first + count]
-            axes[:, start : start + part.shape[1]] = part
-            rope[start : start + count] = axes[0, start : start + count]
-        return rope, axes if (axes != rope).any() else None
+        self._parts.assign(row, self.images)
 
     def columns(self, slots: Int32, lengths: Int64) -> SamplingColumns:
         """The columns of these rows."""
@@ -119,13 +86,14 @@ class HostSlots(Slots):
         seq_lens = computed + counts
         pages, offsets = np.divmod(positions, self.block_size)
         width = -(-int(seq_lens.max()) // self.block_size)
-        divided = divide(plan, self._bidirectional) if self._bidirectional else None
+        divided = self._parts.divided(plan)
         tables = slots
         if divided is not None:
             query_start = np.zeros(len(divided.counts) + 1, np.int32)
             np.add.accumulate(divided.counts, out=query_start[1:])
             seq_lens, tables = divided.ends, slots[divided.owners]
-        rope, axes = self._rope_positions(slots, computed, counts, positions) if self._axes else (positions, None)
+        rope, axes = self._parts.rope_positions(slots, computed, counts, positions)
+        types = self._parts.types(slots, counts, positions)
         return ForwardBatch(
             input_ids=torch.from_numpy(self.tokens[owner, positions].astype(np.int64)),  # [T]
             positions=torch.from_numpy(rope),  # [T]
@@ -138,14 +106,8 @@ class HostSlots(Slots):
             states=None if self.states is None else self.states.rows(),
             axes=None if axes is None else torch.from_numpy(axes),
             bidirectional=None if divided is None else torch.from_numpy(divided.bidirectional),
-            token_types=self._types(slots, counts, positions) if self._seconds else None,  # [T]
+            token_types=None if types is None else torch.from_numpy(types),  # [T]
         )
-
-    def _types(self, slots: Int32, counts: Int32, positions: Int64) -> Tensor:
-        """The types of the tokens [T] of a plan's rows: 1 in the second text of a pair, else 0."""
-        none = self.tokens.shape[1]
-        starts = np.array([self._seconds.get(slot, none) for slot in slots.tolist()], np.int64)
-        return torch.from_numpy((positions >= starts.repeat(counts)).astype(np.int64))
 
     def decode_batch(self, num_tokens: int, kv: Pages, *, adapters: bool = False) -> DecodeBatch:
         """A batch of so many tokens of decode rows, with or without adapters, for `fill`."""
@@ -187,8 +149,9 @@ class HostSlots(Slots):
         np.add(positions, 1, out=into.seq_lens)
         width = int(np.maximum.reduce(pages)) + 1
         into.positions[:] = positions
-        if self._axes:
-            into.positions[:] = self._rope_positions(slots, positions, plan.num_tokens, positions.astype(np.int64))[0]
+        if self._parts.has_axes:
+            counts, indices = plan.num_tokens, positions.astype(np.int64)
+            into.positions[:] = self._parts.rope_positions(slots, positions, counts, indices)[0]
         into.input_ids[:] = self.tokens[slots, positions]
         into.block_tables[:, :width] = self.blocks[slots, :width]
         np.multiply(self.blocks[slots, pages], self.block_size, out=into.slot_mapping, dtype=np.int64)
@@ -206,8 +169,7 @@ class HostSlots(Slots):
         into.query_start[rows + 1 :] = into.query_start[rows]
         np.add(plan.num_computed, counts, out=into.seq_lens[:rows])
         into.block_tables[:rows, :width] = self.blocks[plan.slots, :width]
-        rope = self._rope_positions(plan.slots, plan.num_computed, counts, positions)[0] if self._axes else positions
-        into.positions[:] = rope
+        into.positions[:] = self._parts.rope_positions(plan.slots, plan.num_computed, counts, positions)[0]
         into.input_ids[:] = self.tokens[owner, positions]
         into.slot_mapping[:] = self.blocks[owner, pages] * np.int64(self.block_size) + offsets
         if into.adapters is not None:
@@ -217,7 +179,7 @@ class HostSlots(Slots):
         """The last counts[i] tokens of each row; None if these are all of the batch."""
         if np.add.reduce(counts) == len(batch.input_ids):
             return None
-        divided = None if batch.bidirectional is None else divide(plan, self._bidirectional)
+        divided = None if batch.bidirectional is None else self._parts.divided(plan)
         row_counts = counts if divided is None else divided.last(counts)
         rows = row_counts.nonzero()[0]  # [R']
         query_start = np.zeros(len(rows) + 1, np.int32)
