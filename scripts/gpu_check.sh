@@ -9,18 +9,19 @@
 #   scripts/gpu_check.sh [--wheels DIR] [--out DIR] [--seconds N] [--only "PART PART"]
 #
 # --wheels DIR: wheels of what this machine lacks (docs/gpu-checklist.md has the list), installed for this run only.
-# --seconds N: for all parts together, default 570.  --only: probe kernels runner steps server training ipc whole.
+# --seconds N: for all parts together, default 570.  --only: probe kernels runner both_ways steps server
+# training ipc whole.
 # Needs Python 3.11-3.13 with torch 2.11-2.13, triton, transformers, pytest; PYTHON names it.  The C++ extension is
 # not needed.  A part whose packages are missing is reported as skipped.
 set -uo pipefail
-python=${PYTHON:-python3} wheels="" out=${OUT:-gpu-check} seconds=570 only="probe kernels runner steps server training ipc whole"
+python=${PYTHON:-python3} wheels="" out=${OUT:-gpu-check} seconds=570 only="probe kernels runner both_ways steps server training ipc whole"
 while [ $# -gt 0 ]; do
   case $1 in
     --wheels) wheels=$(realpath "$2"); shift 2 ;;
     --out) out=$2; shift 2 ;;
     --seconds) seconds=$2; shift 2 ;;
     --only) only=$2; shift 2 ;;
-    *) sed -n '2,15p' "$0"; exit 2 ;;
+    *) sed -n '2,16p' "$0"; exit 2 ;;
   esac
 done
 mkdir -p "$out" && out=$(realpath "$out") && cd "$(dirname "$0")/.." || exit 1
@@ -106,6 +107,7 @@ tests runner 150 "transformers" $workers tests/runner/test_gpu.py
 result "$out/steps.json" part steps 190 "msgspec psutil" "$python" benchmarks/gpu.py --out "$out/steps.json"
 tests server 90 "zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" tests/e2e/test_gpu.py
 tests training 90 "zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" tests/e2e/test_gpu_training.py
+tests both_ways 110 "transformers" tests/runner/test_gpu_both_ways.py
 tests ipc 60 "zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" tests/e2e/test_gpu_ipc.py
 result "$out/whole.json" part whole 170 "msgspec psutil ahocorasick transformers zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" \
   "$python" benchmarks/gpu_whole.py --out "$out/whole.json"

@@ -226,7 +226,14 @@ BF16 = Need(
 TIME_SLICES = Need("time slices of threads", ("root/test_processes.py",), _has_time_slices, "Linux 6.12 or later")
 GPU = Need(
     "an NVIDIA GPU",
-    ("e2e/test_gpu.py", "e2e/test_gpu_ipc.py", "e2e/test_gpu_training.py", "runner/test_gpu.py", "ops/test_triton.py"),
+    (
+        "e2e/test_gpu.py",
+        "e2e/test_gpu_ipc.py",
+        "e2e/test_gpu_training.py",
+        "runner/test_gpu.py",
+        "runner/test_gpu_both_ways.py",
+        "ops/test_triton.py",
+    ),
     _has_gpu,
     "not for make test-all; scripts/gpu_check.sh runs what needs one",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,23 +32,24 @@ def kind_of(directory: Path) -> ImageFormat:
     return kind
 
 
-def loaded(directory: Path, dtype: str, threads: int, target: FakeDevice | None = None) -> tuple[Runner, DeviceFacts]:
+def loaded(
+    directory: Path, dtype: str, threads: int, target: FakeDevice | None = None, **options: Any
+) -> tuple[Runner, DeviceFacts]:
     """`target`: a device with memory of its own, in place of the host."""
+    defaults: dict[str, Any] = {
+        "model": str(directory),
+        "dtype": dtype,
+        "device": "cpu",
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "block_size": 16,
+        "cpu_threads": threads,
+        "max_logprobs": -1,
+    }
     with pytest.MonkeyPatch.context() as patch:
         if target is not None:
             patch.setattr(device, "use", lambda kind: target)
-        return load_runner(
-            Config.make(
-                model=str(directory),
-                dtype=dtype,
-                device="cpu",
-                max_model_len=256,
-                max_num_seqs=8,
-                block_size=16,
-                cpu_threads=threads,
-                max_logprobs=-1,
-            )
-        )
+        return load_runner(Config.make(**(defaults | options)))
 
 
 def check_logprobs(directory: Path, prompts: Iterable[Parts]) -> None:
