@@ -2,8 +2,8 @@
 
 Kernels are neither compiled nor run: a launch is noted by what Triton compiles anew for (constants, dtypes, alignment,
 numbers that are 1 or that 16 divides), so what tensors hold means nothing: those of the device are on torch's "meta",
-which holds nothing and mixes with no tensor of the host.  Takes options of the configuration as JSON; prints
-{"ahead": launches that the start compiles side by side, "start": all of it, "serving": launches}.
+which holds nothing and mixes with no tensor of the host.  Takes options of the configuration and "family" as JSON;
+prints {"ahead": launches that the start compiles side by side, "start": all of it, "serving": launches}.
 """
 
 from __future__ import annotations
@@ -146,8 +146,11 @@ def main() -> None:
 
 def served(options: dict[str, Any]) -> tuple[set[str], set[str]]:
     """What a start asks for, and what serving asks for beyond it."""
+    family = options.pop("family", "qwen3")
+    kinds = ["full_attention"] if family == "qwen3" else ["linear_attention", "full_attention"]
     with tempfile.TemporaryDirectory() as path:
-        hf = tiny_config("qwen3", num_hidden_layers=1, vocab_size=5008, max_position_embeddings=4096)
+        hf = tiny_config(family, num_hidden_layers=len(kinds), vocab_size=5008, max_position_embeddings=4096)
+        hf |= {"layer_types": kinds} if "layer_types" in hf else {}
         runner, facts = make_runner(
             Path(path),
             hf,

@@ -168,6 +168,32 @@ def test_a_device_with_memory_of_its_own_changes_no_bit(
         assert engine.stats.prefix_hits > 100 and fake.copies > 0
 
 
+def long_outputs(engine: RealEngine, fake: FakeDevice | None = None) -> tuple[dict[str, Any], int, int]:
+    """What comes of three requests of many tokens, and how many steps were replayed and how many copied over."""
+    before = (0, 0) if fake is None else (fake.replayed, fake.copies)
+    for i in range(3):
+        engine.add(f"r{i}", PROMPT[: 20 + 5 * i], seed=i, ignore_eos=True, max_tokens=60 + i, logprobs=1)
+    engine.run(5000)
+    engine.core.close()
+    outcome = {rid: (received.tokens, received.logprobs) for rid, received in engine.received.items()}
+    after = (0, 0) if fake is None else (fake.replayed, fake.copies)
+    return outcome, after[0] - before[0], after[1] - before[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded_steps_move_states_on(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, *_ = long_outputs(engine_of(tmp_path / "alone", family, max_num_seqs=1, enforce_eager=True))
+    fake = FakeDevice()
+    monkeypatch.setattr(device, "use", lambda kind: fake)
+    for interval, most_copies in ((0, 30), (16, 60)):  # tokens between snapshots; 0: none are taken
+        for depth in (1, 2):
+            options = {"depth": depth, "state_snapshot_interval": interval}
+            engine = engine_of(tmp_path / f"{interval}-{depth}", family, **options)
+            outcome, replayed, copies = long_outputs(engine, fake)
+            assert outcome == known
+            assert replayed > 55 and copies < most_copies
+
+
 def test_a_policy_refuses_models_with_states(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, tiny_config("lfm2"))
     with pytest.raises(StartError, match=r"recurrent states .* cannot be trained"):

@@ -77,8 +77,8 @@ class CudaBackend:
             raise StartError(
                 "speculative_config: a draft model is not supported with recurrent states, in either model"
             )
-        # graphs do not fill in states, nor do prompts that are read both ways come again
-        self._eager = config.runtime.enforce_eager or ranks.size > 1 or has_states or model.reads_both_ways
+        # prompts that are read both ways do not come again
+        self._eager = config.runtime.enforce_eager or ranks.size > 1 or model.reads_both_ways
         self._exact, self._most_drafts = config.runtime.exact, config.speculation.resolved().num_drafts
         self._adapters = config.lora.enable_lora
         block_size = config.cache.block_size or DEFAULT_BLOCK_SIZE

@@ -130,7 +130,7 @@ class DecodeGraphs(CudaGraphs):
 
     def fits(self, plan: StepPlan) -> bool:
         fits = bool(self.sizes) and len(plan.slots) <= self.sizes[-1] and is_decode(plan)
-        return fits and not self._slots.has_parts(plan)
+        return fits and self._slots.fits_graphs(plan)
 
     def _count(self, plan: StepPlan) -> int:
         return len(plan.slots)
@@ -141,7 +141,7 @@ class PromptGraphs(CudaGraphs):
 
     def fits(self, plan: StepPlan) -> bool:
         fits = bool(self.sizes) and len(plan.slots) < self._count(plan) <= self.sizes[-1]
-        return fits and not self._slots.has_parts(plan)
+        return fits and self._slots.fits_graphs(plan)
 
 
 def _run(step: Step, batch: ForwardBatch, slots: DeviceSlots, rows: DecodeRows | None, out: Tensor) -> Tensor:

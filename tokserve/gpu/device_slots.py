@@ -25,7 +25,9 @@ from tokserve.protocol.plan import Int32, NewRow, StepPlan
 from tokserve.runner.device import Accelerator
 from tokserve.runner.tables.prompt_parts import PromptParts
 from tokserve.runner.tables.slots import Int64, SamplingColumns, Slots, last_indices, logit_lengths
-from tokserve.runner.tables.states import StateTable
+from tokserve.runner.tables.states import PAIR, StateTable
+
+CAPTURED_SAVES = 4  # snapshots of states that a captured step can take: each is looked for by every row
 
 
 @dataclass(slots=True)
@@ -39,6 +41,7 @@ class DecodeRows:
     last: tuple[Int32, Int32, Int64] | None = None  # of the last plan: slots, num_computed, generation of the slots
     columns: SamplingColumns | None = None
     logits_indices: Tensor | None = None
+    saves: bool = False  # whether the last step took snapshots
 
     def are_next(self, plan: StepPlan, generation: Int64) -> bool:
         """Whether the plan has the rows of the last one, a token further."""
@@ -118,7 +121,22 @@ class DeviceSlots(Slots):
         batch.slot_mapping.fill_(self._padding_index)
         if adapters:
             batch.adapters = torch.full((count,), -1, dtype=torch.int32, device=torch_device)
+        if self.states is not None:
+            columns = self._state_columns(rows, CAPTURED_SAVES, no_rows=True)
+            batch.states = StateRows(*(torch.from_numpy(column).to(torch_device) for column in columns))
         return batch
+
+    def _state_columns(self, rows: int, saves: int, *, no_rows: bool = False) -> list[Int32 | Int64]:
+        """The columns of the step's states, for so many rows and snapshots: those beyond the step's have none.
+        `no_rows`: all have none."""
+        assert self.states is not None
+        step = self.states.step
+        count, taken = (0, 0) if no_rows else (len(step.rows), len(step.saves))
+        state_rows, start, end = np.full(rows, -1, np.int64), np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+        places = np.full((saves, PAIR), -1, np.int32)
+        state_rows[:count], start[:count], end[:count] = step.rows[:count], step.start[:count], step.end[:count]
+        places[:taken] = step.saves[:taken]
+        return [state_rows, start, end, places]
 
     def build(self, plan: StepPlan, kv: Pages, into: ForwardBatch | None = None) -> ForwardBatch:
         """The plan's tokens as one batch; `into`: fill this one, of `empty_batch`, which has room for them.  Its last
@@ -127,7 +145,8 @@ class DeviceSlots(Slots):
         adapters = self._row_adapters(plan, int(query_start[-1]))
         arrays: list[Int32 | Int64] = [slots, computed, query_start, adapters]
         if self.states is not None:
-            arrays += [self.states.step.rows, self.states.step.start, self.states.step.end, self.states.step.saves]
+            saves = len(self.states.step.saves) if into is None else CAPTURED_SAVES
+            arrays += self._state_columns(len(slots), saves)
         slots_dev, computed_dev, starts, adapters_dev, *states = self._put(plan, arrays)
         width = -(-int((plan.num_computed + plan.num_tokens).max()) // self.block_size)
         batch = self._unfilled(int(query_start[-1]), len(slots), width, starts, kv) if into is None else into
@@ -148,16 +167,20 @@ class DeviceSlots(Slots):
             into.query_start.copy_(starts)
         if into is None and self._parts.are_in(plan):
             self._put_parts(plan, batch)
-        batch.states = StateRows(*states) if states else None
+        if into is None:
+            batch.states = StateRows(*states) if states else None
+        elif into.states is not None:
+            _fill_states(into.states, states)
         if into is None:
             batch.adapters = adapters_dev if len(adapters) else None
         elif into.adapters is not None:
             into.adapters.copy_(adapters_dev)
         return batch
 
-    def has_parts(self, plan: StepPlan) -> bool:
-        """Whether rows of the plan have images or second texts that matter to its step, which no graph knows of."""
-        return self._parts.are_in(plan)
+    def fits_graphs(self, plan: StepPlan) -> bool:
+        """Whether a captured step can be that of the plan: its rows have no images or second texts that matter to it,
+        and it takes few snapshots of states."""
+        return not self._parts.are_in(plan) and (self.states is None or len(self.states.step.saves) <= CAPTURED_SAVES)
 
     def _put_parts(self, plan: StepPlan, batch: ForwardBatch) -> None:
         """What images and second texts change in the plan's batch."""
@@ -204,17 +227,26 @@ class DeviceSlots(Slots):
             batch.seq_lens,
             batch.block_tables,
         )
+        if batch.states is not None:
+            batch.states.start.copy_(batch.states.end)
+            batch.states.end.copy_(batch.seq_lens)
 
     def resume(self, plan: StepPlan, rows: DecodeRows) -> None:
         """Let the next run of the step that has these rows be that of a plan of one token a row."""
         generation = self.generation(plan.slots)
-        if rows.are_next(plan, generation):
+        if rows.are_next(plan, generation) and self._states_are_next(plan, rows):
             if self._token_edits or self._block_edits:
                 self._edit(*self._device.put(self._edits()))
         else:
             slots, computed, _ = self._padded_rows(plan, rows.batch)
             adapters = self._row_adapters(plan, len(slots))
-            slots_dev, computed_dev, adapters_dev = self._put(plan, [slots, computed - 1, adapters])
+            states = [] if self.states is None else self._state_columns(len(slots), CAPTURED_SAVES)
+            slots_dev, computed_dev, adapters_dev, *columns = self._put(plan, [slots, computed - 1, adapters, *states])
+            if rows.batch.states is not None:
+                state_rows, start, _, saves = columns
+                # `advance` begins where the step before has ended
+                _fill_states(rows.batch.states, (state_rows, start, start, saves))
+                rows.saves = bool(self.states and len(self.states.step.saves))
             rows.slots.copy_(slots_dev)
             rows.computed.copy_(computed_dev)
             if rows.batch.adapters is not None:
@@ -224,6 +256,13 @@ class DeviceSlots(Slots):
             rows.logits_indices = self.logits_indices
         rows.last = plan.slots.copy(), plan.num_computed.copy(), generation
         self._columns, self.logits_indices = rows.columns, rows.logits_indices
+
+    def _states_are_next(self, plan: StepPlan, rows: DecodeRows) -> bool:
+        """Whether the states of a step's rows are those that its last run has left, and no snapshot is taken."""
+        if self.states is None:
+            return True
+        step = self.states.step
+        return not rows.saves and not len(step.saves) and bool((step.start == plan.num_computed).all())
 
     def _put(self, plan: StepPlan, arrays: Sequence[Int32 | Int64]) -> list[Tensor]:
         """Copy these over, with the columns of the plan's rows of logits and what has changed in the tables."""
@@ -302,6 +341,11 @@ class DeviceSlots(Slots):
         """Put tokens [n] sampled for these rows of logits into the device's table, for the next step."""
         assert columns.slots is not None
         self._device_tokens.index_put_((columns.slots, columns.lengths), token_ids.int())
+
+
+def _fill_states(into: StateRows, columns: Sequence[Tensor]) -> None:
+    for tensor, column in zip((into.rows, into.start, into.end, into.saves), columns, strict=True):
+        tensor.copy_(column)
 
 
 def _as_edits(edits: list[tuple[int, int, Int32]]) -> tuple[Int32, Int32]:
