@@ -102,7 +102,7 @@ result() { # result FILE COMMAND...: run it; whatever becomes of it, the file is
 
 part probe 75 "msgspec psutil" "$python" scripts/gpu_probe.py
 if [ -f "$out/probe.log" ]; then cut -c1-400 "$out/probe.log" >>"$out/summary.txt" && rm "$out/probe.log"; fi
-tests kernels 110 "" $workers tests/ops/test_triton.py tests/ops/test_later_keys.py tests/ops/test_training_kernels.py
+tests kernels 110 "" $workers tests/ops/test_triton.py tests/ops/test_later_keys.py tests/ops/test_sorted_choices.py tests/ops/test_training_kernels.py
 tests runner 150 "transformers" $workers tests/runner/test_gpu.py
 result "$out/steps.json" part steps 190 "msgspec psutil" "$python" benchmarks/gpu.py --out "$out/steps.json"
 tests server 90 "zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" tests/e2e/test_gpu.py

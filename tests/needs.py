@@ -128,6 +128,7 @@ TRITON = Need(
         "ops/test_compile_ahead.py",
         "ops/test_launch.py",
         "ops/test_later_keys.py",
+        "ops/test_sorted_choices.py",
         "ops/test_shared_keys.py",
         "ops/test_targets.py",
         "ops/test_training_kernels.py",

@@ -345,6 +345,16 @@ def test_images_beside_a_head(tmp_path: Path) -> None:
     runner.execute(plan_of([], freed=[0]))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "quantization"), [("glm4_moe", "int8"), ("qwen3_5_text", "int4")])
+def test_a_head_is_quantized_with_the_model(family: str, quantization: str, tmp_path: Path) -> None:
+    hf = write_model(tmp_path, family)
+    options = {"load_format": "auto", "quantization": quantization}
+    known = outcomes(Driver(*make_runner(tmp_path, hf, **options)).run(jobs()))
+    driver = Driver(*make_runner(tmp_path, hf, **options, **MTP), drafter=some_drawn(5))
+    assert outcomes(driver.run(jobs())) == known and driver.accepted + driver.rejected > 60
+
+
 def test_an_update_may_leave_out_the_head(tmp_path: Path) -> None:
     first, second, mixed = (tmp_path / name for name in ("first", "second", "mixed"))
     hf = write_model(first, "glm4_moe")

@@ -19,18 +19,19 @@ class KVSpec:
     """What one attention layer stores per token: K and V of `heads` x `dim` elements of `dtype`.
 
     `window` > 0: attention reads only the last `window` tokens.  `kind` says how `shapes` grow: "kv" is pages of keys
-    and values, "latent" pages of rows of `dim` elements, from which all heads have both.
+    and values, "latent" pages of rows of `dim` elements, from which all heads have both, "hidden" pages of hidden
+    states, which no attention reads.
     """
 
     heads: int
     dim: int
     dtype: str
     window: int = 0
-    kind: Literal["kv", "latent"] = "kv"
+    kind: Literal["kv", "latent", "hidden"] = "kv"
 
     def shapes(self, block_size: int) -> tuple[tuple[int, ...], ...]:
         """The shape that one block has in each of the layer's tensors, keys first."""
-        if self.kind == "latent":
+        if self.kind != "kv":
             return ((block_size, self.dim),)
         return ((self.heads, block_size, self.dim),) * 2
 

@@ -18,7 +18,6 @@ from tokserve import checkpoint, ops
 from tokserve.base.errors import StartError
 from tokserve.config import Config
 from tokserve.features.draft_heads.eagle import EagleHead, eagle_spec
-from tokserve.features.draft_heads.joined import CAPTURED_TOKENS
 from tokserve.features.draft_heads.served import METHODS, DraftingDecoder
 from tokserve.features.speculation.draft_model import DraftModel, Flags
 from tokserve.layers.batch import ForwardBatch
@@ -28,6 +27,7 @@ from tokserve.models.decoder import Decoder
 from tokserve.protocol.kv_spec import KVSpec, LayerSpec, dtype_name
 from tokserve.protocol.plan import Int32
 from tokserve.runner.backend import Draft
+from tokserve.runner.cpu_graphs import MAX_TOKENS
 from tokserve.runner.runner import Runner
 from tokserve.runner.tables.host_slots import HostSlots
 from tokserve.runner.tables.slots import last_indices
@@ -41,16 +41,16 @@ class HeadModel:
 
     def __init__(self, model: DraftingDecoder) -> None:
         self.model = model
-        shape = 1, CAPTURED_TOKENS, model.spec.hidden
+        shape = 1, MAX_TOKENS, model.spec.hidden
         self._inputs, self._kept = torch.zeros(shape, dtype=model.dtype), torch.zeros(shape, dtype=model.dtype)
         self._states = self._outputs = self._inputs[0]
-        self._places = torch.arange(CAPTURED_TOKENS)
+        self._places = torch.arange(MAX_TOKENS)
         self._places_of_pass = self._places
 
     def put(self, states: Tensor) -> None:
         """Take the states [T, hidden] of the next pass: those of few tokens to where captured steps read them."""
         count = len(states)
-        if count > CAPTURED_TOKENS:
+        if count > MAX_TOKENS:
             self._states = states
             return
         self._states, self._outputs = self._inputs[0, :count], self._kept[0, :count]
@@ -64,7 +64,7 @@ class HeadModel:
     def forward(self, batch: ForwardBatch) -> Tensor:  # [T, hidden], or [n, hidden] of `batch.logits_rows`
         batch.work = {}
         states, repeated = self.model.draft_head(batch, self.model, self._states)
-        if len(repeated) > CAPTURED_TOKENS:
+        if len(repeated) > MAX_TOKENS:
             self._outputs = repeated
         else:
             ops.store_rows(repeated, self._kept, self._places_of_pass)
@@ -75,7 +75,7 @@ class HeadModel:
 
     def kv_specs(self) -> tuple[LayerSpec, ...]:
         """What the head's attention keeps, and the model's hidden states."""
-        states = KVSpec(1, self.model.spec.hidden, dtype_name(self.model.dtype), kind="latent")
+        states = KVSpec(1, self.model.spec.hidden, dtype_name(self.model.dtype), kind="hidden")
         return self.model.draft_head.attention.kv_spec(), states
 
     def parameters_by_name(self) -> dict[str, Parameter]:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
-
-CAPTURED_TOKENS = 64  # a captured step has no more
+from tokserve.runner.cpu_graphs import MAX_TOKENS
 
 
 class JoinedRows:
@@ -17,8 +16,8 @@ class JoinedRows:
 
     def __init__(self, parts: int) -> None:
         self._parts = parts
-        places = torch.arange(CAPTURED_TOKENS * parts).view(CAPTURED_TOKENS, parts).t().contiguous()
-        self._places = [[row[:count] for row in places] for count in range(CAPTURED_TOKENS + 1)]
+        places = torch.arange(MAX_TOKENS * parts).view(MAX_TOKENS, parts).t().contiguous()
+        self._places = [[row[:count] for row in places] for count in range(MAX_TOKENS + 1)]
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:  # [T, H] each -> [T, parts * H]
         joined = self.empty(tensors[0])
@@ -33,7 +32,7 @@ class JoinedRows:
     def put(self, joined: Tensor, part: int, tensor: Tensor) -> None:
         """Write one of the parts."""
         tokens, width = tensor.shape
-        if tokens > CAPTURED_TOKENS:
+        if tokens > MAX_TOKENS:
             joined[:, part * width : (part + 1) * width] = tensor
         else:
             ops.store_rows(tensor, joined.view(1, tokens * self._parts, width), self._places[tokens][part])

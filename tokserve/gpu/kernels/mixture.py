@@ -24,6 +24,7 @@ from tokserve.ops.dense import PackedWeight
 from tokserve.ops.quant import PackedInt8
 
 COLUMNS = 1024  # of a row that one program adds up
+SORTED = 1024  # choices that a program of the sort reads at a time
 Sorting = tuple[Tensor, Tensor]  # choices by expert [T * k] int32, and where each expert's begin [E + 1] int32
 NO_INDEX = tl.constexpr(1 << 30)
 
@@ -254,11 +255,56 @@ def combine_kernel(
     tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=valid)
 
 
+@triton.jit(do_not_specialize=["choices"])
+def sort_kernel(ids_ptr, order_ptr, places_ptr, starts_ptr, choices, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The choices of one expert, in their order: where they begin among all, and the place of each."""
+    expert, index = tl.program_id(0), tl.arange(0, BLOCK)
+    before = tl.zeros([BLOCK], tl.int32)  # of choices of experts with lower numbers
+    for at in range(0, choices, BLOCK):
+        ids = tl.load(ids_ptr + at + index, mask=at + index < choices, other=EXPERTS)
+        before += (ids < expert).to(tl.int32)
+    place = tl.sum(before, 0)
+    tl.store(starts_ptr + expert, place)
+    if expert == EXPERTS - 1:
+        tl.store(starts_ptr + EXPERTS, choices)
+    for at in range(0, choices, BLOCK):
+        ids = tl.load(ids_ptr + at + index, mask=at + index < choices, other=EXPERTS)
+        chosen = (ids == expert).to(tl.int32)
+        places = place + tl.cumsum(chosen, 0) - 1
+        tl.store(order_ptr + places, at + index, mask=chosen > 0)
+        tl.store(places_ptr + at + index, places, mask=chosen > 0)
+        place += tl.sum(chosen, 0)
+
+
+def sorted_choices(ids: Tensor, count: int) -> tuple[Sorting, Tensor]:
+    """The choices [T, k] int32 of `count` experts by expert, those of one in their order; and the place of each choice
+    among them [T * k] int32."""
+    choices = ids.numel()
+    order, places = ids.new_empty(choices), ids.new_empty(choices)
+    starts = ids.new_empty(count + 1)
+    block = min(SORTED, max(32, next_power_of_2(choices)))
+    sort_kernel[(count,)](
+        ids.contiguous(), order, places, starts, choices, count, block, num_warps=warps(block), **EXACT
+    )
+    return (order, starts), places
+
+
+@triton.jit
+def tiles_kernel(starts_ptr, tiles_ptr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Tiles of ROWS rows up to each expert's last."""
+    index = tl.arange(0, BLOCK)
+    start = tl.load(starts_ptr + index, mask=index < EXPERTS, other=0)
+    end = tl.load(starts_ptr + 1 + index, mask=index < EXPERTS, other=0)
+    tl.store(tiles_ptr + index, tl.cumsum((end - start + ROWS - 1) // ROWS, 0), mask=index < EXPERTS)
+
+
 def tiles_of(sorting: Sorting, rows: int) -> tuple[Tensor, int]:
     """Tiles of so many rows up to each expert's last [E] int32, and the most that there may be."""
     order, starts = sorting
-    tiles = ((starts.diff() + rows - 1) // rows).cumsum(0, dtype=torch.int32)
-    return tiles, min(len(order), len(tiles) + len(order) // rows)
+    count = len(starts) - 1
+    tiles, block = starts.new_empty(count), next_power_of_2(count)
+    tiles_kernel[(1,)](starts, tiles, count, rows, block, num_warps=warps(block), **EXACT)
+    return tiles, min(len(order), count + len(order) // rows)
 
 
 def product(
@@ -381,18 +427,12 @@ def mixed(
     out = x.new_empty(tokens, width)
     if tokens == 0:
         return out
-    flat = ids.flatten().long()
-    order = torch.sort(flat, stable=True).indices.int()
-    counts = torch.zeros(count + 1, dtype=torch.int32, device=x.device)
-    counts.scatter_add_(0, flat + 1, torch.ones_like(order))
-    sorting = order, counts.cumsum(0, dtype=torch.int32)
+    sorting, places = sorted_choices(ids, count)
     both = up(sorting)
     clamped = activation == "clamped_swiglu"
     inner = mixture.gated(both, activation) if clamped else elementwise.activate(both, activation, True)
-    outputs = torch.empty(len(order), width, dtype=torch.float32, device=x.device)
+    outputs = torch.empty(len(places), width, dtype=torch.float32, device=x.device)
     back(inner, outputs, sorting)
-    places = torch.empty_like(order)
-    places[order.long()] = torch.arange(len(order), dtype=torch.int32, device=x.device)
     block = min(COLUMNS, next_power_of_2(width))
     combine_kernel[(tokens, cdiv(width, block))](
         outputs,
