@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModel
 
 from tests.runner.drive import Driver, Job, on_either_device, plan_of
+from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import outcomes, prompt
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import StartError
@@ -93,6 +94,21 @@ def test_the_vector_does_not_depend_on_the_batch(loaded: tuple[Runner, DeviceFac
     tokens = [int(token) for result in results for token in result.token_ids]
     assert tokens == expected
     assert results[-1].values["pooled"][1].tobytes() == alone.values["pooled"][0].tobytes()
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean", "all"])
+def test_no_step_waits_for_a_vector(loaded: tuple[Runner, DeviceFacts], pooling: Any) -> None:
+    runner, _ = loaded
+    target = runner.backend.device
+    if not isinstance(target, FakeDevice):
+        return  # the host's results are there at once
+    row = NewRow(3, "", np.array(prompt(LENGTH, 1), np.int32), LENGTH, PoolingParams(pooling, normalize=False), 0, ())
+    plan = plan_of([(3, 0, LENGTH, 0)], new=[row], blocks=[(3, 0, [24, 25, 26])])
+    before = target.waits
+    pending = runner.sample(runner.forward(plan), None)
+    assert target.waits == before
+    assert "pooled" in pending.result().values and target.waits > before
+    runner.execute(plan_of([], freed=[3]))
 
 
 def test_a_slot_keeps_no_sum_of_its_last_request(loaded: tuple[Runner, DeviceFacts]) -> None:

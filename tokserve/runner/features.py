@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tokserve.runner.runner import Runner
 
 Calls = Mapping[str, Callable[..., Any]]  # by the name of a method
+Vector = Callable[[], Float32]  # that may still be on its way to the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,9 @@ class RunnerFeature:
         """Plan row -> of how many of its last positions `after` reads the hidden states; a feature defines both."""
         raise NotImplementedError
 
-    def after(self, model: Decoder, plan: StepPlan, row: int, states: Tensor) -> Float32 | None:
-        """The hidden states [count, H] that `needed` has named; returns the result of the row's request, at its end."""
+    def after(self, model: Decoder, plan: StepPlan, row: int, states: Tensor) -> Vector | None:
+        """The hidden states [count, H] that `needed` has named; returns, at the end of the row's request, what is called
+        once for its result, and may wait for the device then."""
 
     def values(self, plan: StepPlan) -> Mapping[str, dict[int, NDArray[Any]]]:
         """What the step that was just computed brought, by name and plan row: of `StepResult.values`."""

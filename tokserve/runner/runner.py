@@ -150,7 +150,7 @@ class Runner:
                     continue
                 vector = reader.after(self.model, plan, row, hidden.states[end - count : end])
                 if vector is not None:
-                    step.values.setdefault("pooled", {})[row] = vector
+                    step.pooled[row] = vector
             logits = self._logits(hidden) if len(rows.slots) else None
             for values in self.hooks.values:
                 step.values |= values(plan)

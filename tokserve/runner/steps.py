@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -43,6 +44,7 @@ class PendingStep:
     logits: Tensor | None = None  # [n, V]; None: no row samples
     columns: SamplingColumns | None = None
     values: dict[str, dict[int, NDArray[Any]]] = field(default_factory=dict)  # as in `StepResult`
+    pooled: dict[int, Callable[[], NDArray[Any]]] = field(default_factory=dict)  # by plan row, not yet on the host
     draft_passes: DraftPasses | None = None
     saved: list[int] = field(default_factory=list)
     totals: dict[str, int] = field(default_factory=dict)
@@ -69,7 +71,7 @@ class PendingResult:
     def __init__(self, step: PendingStep, sample: AwaitedSample | None) -> None:
         self.plan, self.rows = step.plan, step.rows
         self._sample = sample
-        self._values, self._draft_passes = step.values, step.draft_passes
+        self._values, self._pooled, self._draft_passes = step.values, step.pooled, step.draft_passes
         self._saved, self._totals = step.saved, step.totals
         self._withheld = step.withheld
         self._result: StepResult | None = None
@@ -105,10 +107,12 @@ class PendingResult:
             counts, status, self.kept = verify(plan, sampled, self._withheld)
             token_ids = token_ids[self.kept]
             columns = {name: rows.take(self.kept) for name, rows in columns.items()}
-        for row, vector in list(self._values.get("pooled", {}).items()):
-            if not np.isfinite(vector).all():
+        for row, pooled in self._pooled.items():
+            vector = pooled()
+            if np.isfinite(vector).all():
+                self._values.setdefault("pooled", {})[row] = vector
+            else:
                 status[row] = NOT_FINITE
-                del self._values["pooled"][row]
         passes, saved, totals = self._draft_passes, self._saved, self._totals
         return StepResult(plan.step, counts, token_ids, status, columns, self._values, passes, saved, totals)
 

@@ -4,6 +4,7 @@ prompt."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 from tokserve.models.decoder import Decoder
 from tokserve.protocol.params import PoolingParams
 from tokserve.protocol.plan import Float32, NewRow, StepPlan
-from tokserve.runner.features import RunnerContext, RunnerFeature
+from tokserve.runner.device import Device, Fetched
+from tokserve.runner.features import RunnerContext, RunnerFeature, Vector
 
 PIECE = 256  # rows of hidden states that are added up at a time
 
@@ -22,20 +24,31 @@ Float64 = NDArray[np.float64]
 
 @dataclass(slots=True)
 class PooledPrompt:
-    """A request: how it is pooled, its length, and what its hidden states so far have come to.  `total`: the sum of
-    them, or the one that is wanted; `rows`: those of all tokens, by step."""
+    """A request: how it is pooled, its length, and what has come of its hidden states so far.  `total`: their sum;
+    `rows`: those of all tokens, or of the last step, on their way to the host; `state`: the one that is wanted."""
 
     params: PoolingParams
     length: int
     total: Float64
-    rows: list[Float32] = field(default_factory=list)
+    rows: list[Fetched] = field(default_factory=list)
+    state: Tensor | None = None  # [hidden] float32
+
+    def add(self, rows: Fetched) -> None:
+        """Take the states of one more step, and add up those of the step before, which are here by now."""
+        self.fold()
+        self.rows.append(rows)
+
+    def fold(self) -> None:
+        for rows in self.rows:
+            self.total = added(self.total, rows.arrays()[0])
+        self.rows.clear()
 
 
 class Pooler(RunnerFeature):
     """The pooled requests by slot."""
 
-    def __init__(self, hidden: int) -> None:
-        self._hidden = hidden
+    def __init__(self, hidden: int, device: Device) -> None:
+        self._hidden, self._device = hidden, device
         self._prompts: dict[int, PooledPrompt] = {}
 
     def assign(self, row: NewRow) -> None:
@@ -62,29 +75,47 @@ class Pooler(RunnerFeature):
                 counts[row] = 1
         return counts
 
-    def after(self, model: Decoder, plan: StepPlan, row: int, states: Tensor) -> Float32 | None:
+    def after(self, model: Decoder, plan: StepPlan, row: int, states: Tensor) -> Vector | None:
         """The vector of a plan row once its prompt is computed, or the vectors of all tokens one after the other.
         `states` [count, hidden]: as `needed` has said, by `model`, which also classifies."""
         prompt = self._prompts[int(plan.slots[row])]
         params, ends = prompt.params, plan.num_computed[row] + plan.num_tokens[row] == prompt.length
         if params.pooling == "all":
-            values = model.classify(states) if params.classify else states.float()
-            prompt.rows.append(values.cpu().numpy())
-            if not ends:
-                return None
-            return np.concatenate([_scaled(part, params) for part in prompt.rows]).reshape(-1)
+            prompt.rows.append(self._fetch(model.classify(states) if params.classify else states))
+            return partial(_all_vectors, prompt) if ends else None
         if params.pooling == "mean":
-            prompt.total = added(prompt.total, states.float().cpu().numpy())
+            prompt.add(self._fetch(states))
         elif params.pooling == "last" or not plan.num_computed[row]:
-            state = states[0 if params.pooling == "first" else -1]
-            prompt.total = state.double().cpu().numpy()
+            prompt.state = states[0 if params.pooling == "first" else -1].to(torch.float32, copy=True)
         if not ends:
             return None
-        vector = prompt.total / prompt.length if params.pooling == "mean" else prompt.total
         if params.classify:
-            pooled = torch.from_numpy(vector.astype(np.float32)[None]).to(states.device)
-            return model.classify(pooled)[0].cpu().numpy()
-        return _scaled(vector[None], params)[0]
+            return self._classified(model, prompt, states.device)
+        if prompt.state is None:
+            return partial(_mean_vector, prompt)
+        fetched = self._fetch(prompt.state[None])
+        return lambda: _scaled(fetched.arrays()[0], params)[0]
+
+    def _classified(self, model: Decoder, prompt: PooledPrompt, device: torch.device) -> Vector:
+        """The labels' logits of the pooled state; a mean is that of the host, which waits for it."""
+        state = prompt.state
+        if state is None:
+            prompt.fold()
+            state = torch.from_numpy((prompt.total / prompt.length).astype(np.float32)).to(device)
+        fetched = self._fetch(model.classify(state[None]))
+        return lambda: fetched.arrays()[0][0]
+
+    def _fetch(self, rows: Tensor) -> Fetched:
+        return self._device.fetch([rows.to(torch.float32, copy=True)])
+
+
+def _all_vectors(prompt: PooledPrompt) -> Float32:
+    return np.concatenate([_scaled(part.arrays()[0], prompt.params) for part in prompt.rows]).reshape(-1)
+
+
+def _mean_vector(prompt: PooledPrompt) -> Float32:
+    prompt.fold()
+    return _scaled((prompt.total / prompt.length)[None], prompt.params)[0]
 
 
 def added(total: Float64, states: Float32) -> Float64:  # [hidden], [n, hidden] -> [hidden]
@@ -105,4 +136,4 @@ def _scaled(vectors: NDArray[np.floating], params: PoolingParams) -> Float32:  #
 
 def make(context: RunnerContext) -> RunnerFeature:
     """The pooled requests of a runner."""
-    return Pooler(context.runner.model.spec.hidden)
+    return Pooler(context.runner.model.spec.hidden, context.runner.backend.device)
