@@ -234,7 +234,6 @@ def test_a_checkpoint_of_sentence_transformers(tmp_path: Path) -> None:
         ({"runner": "generate"}, "runner"),
         ({"max_num_batched_tokens": 20}, "max_num_batched_tokens"),
         ({"enable_lora": True}, "enable_lora"),
-        ({"device": "cuda"}, "cpu"),
         ({"max_model_len": 301}, "max_model_len"),
     ],
 )

@@ -87,8 +87,8 @@ class RunnerFeature:
         raise NotImplementedError
 
     def after(self, model: Decoder, plan: StepPlan, row: int, states: Tensor) -> Vector | None:
-        """The hidden states [count, H] that `needed` has named; returns, at the end of the row's request, what is called
-        once for its result, and may wait for the device then."""
+        """The hidden states [count, H] that `needed` has named; returns, at the end of the row's request, what is
+        called once for its result, and may wait for the device then."""
 
     def values(self, plan: StepPlan) -> Mapping[str, dict[int, NDArray[Any]]]:
         """What the step that was just computed brought, by name and plan row: of `StepResult.values`."""
