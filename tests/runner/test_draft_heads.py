@@ -163,7 +163,9 @@ class EagleOracle:
 
     def __init__(self, served: Path, eagle: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(served, attn_implementation="eager", dtype=torch.float32)
-        self._weights = load_file(eagle / "model.safetensors")
+        stored = load_file(eagle / "model.safetensors").items()
+        self._weights = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in stored}
+        self._adds_normed = json.loads((eagle / "config.json").read_text()).get("norm_before_residual", False)
 
     def _times(self, name: str, x: Tensor) -> Tensor:
         return x @ self._weights[f"{name}.weight"].T
@@ -181,14 +183,16 @@ class EagleOracle:
         for _ in range(count):
             length = states.shape[1]
             embedded = self._norm("midlayer.input_layernorm", base.embed_tokens(torch.tensor([ids])))
-            joined = torch.cat([embedded, self._norm("midlayer.hidden_norm", states)], -1)
+            normed = self._norm("midlayer.hidden_norm", states)
+            joined = torch.cat([embedded, normed], -1)
             q, k, v = (self._times(f"midlayer.self_attn.{name}_proj", joined) for name in "qkv")
             q, k, v = (x.view(1, length, -1, 16).transpose(1, 2) for x in (q, k, v))
             q, k = apply_rotary_pos_emb(q, k, *base.rotary_emb(joined, torch.arange(length)[None]))
             k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
             scores = q @ k.transpose(2, 3) / 4 + torch.full((length, length), float("-inf")).triu(1)
             mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(1, length, 64)
-            residual = states + self._times("midlayer.self_attn.o_proj", mixed)
+            residual = normed if self._adds_normed else states
+            residual = residual + self._times("midlayer.self_attn.o_proj", mixed)
             x = self._norm("midlayer.post_attention_layernorm", residual)
             gated = silu(self._times("midlayer.mlp.gate_proj", x)) * self._times("midlayer.mlp.up_proj", x)
             residual = residual + self._times("midlayer.mlp.down_proj", gated)
@@ -254,9 +258,22 @@ def test_drafts_are_those_of_transformers_modules(family: str, tmp_path: Path) -
     runner.execute(plan_of([], freed=[0]))
 
 
-def test_drafts_of_an_eagle_head_are_those_of_an_oracle(tmp_path: Path) -> None:
+def as_speculators_writes(eagle: Path) -> None:
+    """The same head in the form of the library speculators, which begins the residual stream with the normed state."""
+    hf = json.loads((eagle / "config.json").read_text())
+    outer = {"draft_vocab_size": hf.pop("draft_vocab_size"), "norm_before_residual": True}
+    (eagle / "config.json").write_text(json.dumps(outer | {"transformer_layer_config": hf}))
+    named = load_file(eagle / "model.safetensors").items()
+    renamed = {name.replace("midlayer.", "layers.0."): tensor.clone() for name, tensor in named}
+    save_file(renamed, eagle / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("form", ["eagle", "speculators"])
+def test_drafts_of_an_eagle_head_are_those_of_an_oracle(form: str, tmp_path: Path) -> None:
     hf = tiny_config("llama")
     served, eagle = write_checkpoint(tmp_path / "served", hf), write_eagle(tmp_path / "eagle")
+    if form == "speculators":
+        as_speculators_writes(eagle)
     oracle = EagleOracle(served, eagle)
     runner, _ = make_runner(served, hf, load_format="auto", **eagle3(eagle))
     tokens = prompt(45, 3)

@@ -40,7 +40,8 @@ UNUSED = "t2d"
 
 @dataclass(frozen=True, slots=True)
 class EagleSpec:
-    """`taps`: numbers of layers after which the model's states are read.  `vocab`: of the head's own logits."""
+    """`taps`: numbers of layers after which the model's states are read.  `vocab`: of the head's own logits.
+    `adds_normed`: the residual stream begins with the normed state."""
 
     attention: AttentionSpec
     mlp: MLPSpec
@@ -48,11 +49,16 @@ class EagleSpec:
     taps: tuple[int, ...]
     vocab: int
     has_bias: bool
+    adds_normed: bool
 
 
 def eagle_spec(hf: Mapping[str, Any], served: DecoderSpec) -> EagleSpec:
-    """The spec of the head whose config.json is `hf`, for a model.  Raises StartError."""
-    fields = ConfigReader(hf)
+    """The spec of the head whose config.json is `hf`, for a model.  Raises StartError.
+
+    The layer's own attributes may be in `transformer_layer_config`, as the library speculators writes them.
+    """
+    layer = hf.get("transformer_layer_config")
+    fields = ConfigReader(dict(hf) | (layer if isinstance(layer, dict) else {}))
     hidden, layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers", 1)
     if hidden != served.hidden:
         raise StartError(f"{WHERE} has states of {hidden} elements, and the served model's have {served.hidden}")
@@ -75,6 +81,7 @@ def eagle_spec(hf: Mapping[str, Any], served: DecoderSpec) -> EagleSpec:
         taps=taps,
         vocab=fields.integer("draft_vocab_size", served.vocab),
         has_bias=fields.flag("bias"),
+        adds_normed=fields.flag("norm_before_residual"),
     )
 
 
@@ -163,8 +170,9 @@ class EagleHead:
     ) -> tuple[Tensor, Tensor]:  # as `DraftHead.__call__`
         embed = self._embedding if self._has_embedding else model.embedding
         embedded = self._input_norm(embed(batch.input_ids))
-        mixed = self.attention(self._join((embedded, self._state_norm(states))), batch, 0, self._table)
-        x, residual = self._mlp_norm.add(mixed, states)
+        normed = self._state_norm(states)
+        mixed = self.attention(self._join((embedded, normed)), batch, 0, self._table)
+        x, residual = self._mlp_norm.add(mixed, normed if self.spec.adds_normed else states)
         return self._norm.add(self._mlp(x), residual)
 
     def logits(self, model: Decoder, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, own vocab]
