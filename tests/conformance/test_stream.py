@@ -125,6 +125,7 @@ def test_a_stream_in_msgpack_is_refused(api: Api) -> None:
 def test_the_request_id_is_in_a_streams_headers(api: Api) -> None:
     with api.http.stream("POST", GENERATE, json=BODY | {"stream": True}, headers={"X-Request-Id": "s-1"}) as answer:
         assert answer.headers["x-request-id"] == "s-1" and answer.headers["cache-control"] == "no-cache"
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
         answer.read()
 
 

@@ -64,18 +64,6 @@ def test_an_abort_is_acknowledged_by_the_id_as_given(route: str) -> None:
     play(scene)
 
 
-def test_an_empty_list_aborts_nothing_on_the_strict_route() -> None:
-    async def scene(s: Site, client: httpx.AsyncClient) -> None:
-        a = await begin(s, "a")
-        answer = await client.post(ROUTES[1], json={"request_ids": []})
-        assert answer.status_code == 200 and answer.json() == {"status": "aborted", "aborted": 0, "results": {}}
-        everything = await client.post(ROUTES[1], json={"request_ids": [], "all": True})
-        assert everything.json() == {"status": "aborted", "aborted": 1, "results": {"a": "aborted"}}
-        await a.task
-
-    play(scene)
-
-
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"request_ids": null}', b'{"request_ids": []}'])
 def test_the_bare_route_aborts_all_that_it_is_not_told_to_choose_from(content: bytes) -> None:
     async def scene(s: Site, client: httpx.AsyncClient) -> None:
@@ -321,32 +309,9 @@ def test_a_refused_request_is_not_announced_any_more(monkeypatch: pytest.MonkeyP
     play(scene)
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"request_ids": None, "all": False}, "request_ids"),
-        ({"group_id": ""}, "request_ids"),
-        ({"request_ids": "a"}, "request_ids"),
-        ({"request_ids": [5]}, "request_ids[0]"),
-        ({"request_ids": ["a"], "all": True}, "all"),
-        ({"group": "a"}, "group"),
-        ({"all": 1}, "all"),
-    ],
-)
-def test_refusals(body: dict[str, Any], param: str) -> None:
-    answer = site().post("/abort_requests", body)
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
-
-
 def test_an_empty_body_that_should_be_json_aborts_nothing() -> None:
     answer = site().post(ROUTES[0], content=b"", headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
-
-
-@pytest.mark.parametrize("content", [{}, {"request_ids": None}])
-def test_the_strict_route_needs_to_be_told(content: dict[str, Any]) -> None:
-    answer = site().post(ROUTES[1], content)
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "request_ids"
 
 
 def test_a_dead_engine() -> None:

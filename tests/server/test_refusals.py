@@ -181,11 +181,6 @@ def test_the_identity_encoding_is_accepted(server: Site) -> None:
     assert server.post(GENERATE, PROMPT, headers={"Content-Encoding": "Identity"}).status_code == 200
 
 
-@pytest.mark.parametrize("params", [[], "x", 5])
-def test_sampling_params_must_be_an_object(server: Site, params: Any) -> None:
-    refused(server.post(GENERATE, PROMPT | {"sampling_params": params}), 400, "sampling_params", "object")
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_null_is_the_default_of_every_field(server: Site, packed: bool) -> None:
     params = dict.fromkeys(SamplingParams.__struct_fields__) | {"max_tokens": 2}
@@ -236,19 +231,6 @@ def test_a_wrong_type_is_refused_with_all_accepted_types(server: Site, field: st
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
 def test_keys_of_a_bias_are_ids_as_json_writes_numbers(server: Site, route: str, key: str) -> None:
     refused(server.post(route, MESSAGES | TEXT | {"logit_bias": {key: 1}}), 400, "logit_bias", "keys")
-
-
-@pytest.mark.parametrize("route", [GENERATE, CHAT, COMPLETIONS])
-def test_stream_options_without_stream(server: Site, route: str) -> None:
-    body = PROMPT if route == GENERATE else MESSAGES | TEXT
-    answer = server.post(route, {k: v for k, v in body.items()} | {"stream_options": {"include_usage": True}})
-    refused(answer, 400, "stream_options", "stream: true")
-
-
-def test_unknown_stream_option(server: Site) -> None:
-    refused(
-        server.post(GENERATE, PROMPT | {"stream": True, "stream_options": {"usage": True}}), 400, "stream_options.usage"
-    )
 
 
 @pytest.mark.parametrize("route", [GENERATE, CHAT, COMPLETIONS])

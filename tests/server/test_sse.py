@@ -71,15 +71,6 @@ def test_only_the_first_event_has_the_fields_of_the_request() -> None:
     assert others[-1]["choices"][0]["stop_detail"] == {"kind": "max_tokens"}
 
 
-def test_usage_of_streams() -> None:
-    s = site()
-    assert all("usage" not in event for event in s.events(GENERATE, BODY))
-    events = s.events(GENERATE, BODY | {"stream_options": {"include_usage": True}})
-    assert [e["usage"] for e in events[:-1]] == [None] * (len(events) - 1) and events[-1]["usage"]["total_tokens"] == 9
-    events = s.events(GENERATE, BODY | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}})
-    assert [e["usage"]["completion_tokens"] for e in events] == [1, 2, 3, 4, 5, 6, 6]
-
-
 STREAMED: list[tuple[str, Script, dict[str, Any]]] = [
     (CHAT, endless, CHAT_BODY),
     (CHAT, says("abc"), CHAT_BODY),
@@ -113,12 +104,6 @@ def test_the_role_of_another_choice_counts_what_others_have() -> None:
     events = site().events(CHAT, CHAT_BODY | {"n": 2, "stream_options": options})
     roles = [event["usage"]["completion_tokens"] for event in events if "role" in str(event["choices"])]
     assert roles == [0, 1]
-
-
-def test_stream_headers() -> None:
-    answer = site().post(GENERATE, BODY | {"stream": True, "request_id": "r"})
-    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-    assert answer.headers["x-request-id"] == "r" and "no-cache" in answer.headers["cache-control"]
 
 
 def test_packed_columns_in_a_stream_have_no_per_token_objects() -> None:

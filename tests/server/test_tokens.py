@@ -123,11 +123,6 @@ def test_logprobs_objects_have_an_entry_per_token_with_both_key_sets() -> None:
         assert [other["rank"] for other in others] == ([2] if entry["rank"] == 1 else [1, 2])
 
 
-def test_logprobs_zero_gives_the_sampled_token_alone() -> None:
-    for entry in generate(site(), logprobs=0)["choices"][0]["logprobs"]["content"]:
-        assert [top["token_id"] for top in entry["top_logprobs"]] == [entry["token_id"]]
-
-
 def test_logprob_token_ids_alone() -> None:
     for entry in generate(site(), logprob_token_ids=[200, 201])["choices"][0]["logprobs"]["content"]:
         assert [(t["token_id"], t["rank"]) for t in entry["top_logprobs"][1:]] == [(200, None), (201, None)]
@@ -172,34 +167,15 @@ def test_prompt_logprobs_objects() -> None:
     assert scores[2]["21"] == {"logprob": -0.25, "rank": 2, "decoded_token": None}
 
 
-def test_prompt_logprobs_start_leaves_nulls() -> None:
-    scores = generate(site(), [5, 6, 9, 10, 12], prompt_logprobs=0, prompt_logprobs_start=3)["prompt_logprobs"]
-    assert scores[:3] == [None] * 3 and [list(entry) for entry in scores[3:]] == [["10"], ["12"]]
-
-
 def test_prompt_logprobs_decode_tokens_in_text_mode() -> None:
     scores = generate(site(), ids("ab"), {"output_mode": "text"}, prompt_logprobs=0)["prompt_logprobs"]
     assert scores[1][str(ids("b")[0])]["decoded_token"] == "b"
-
-
-def test_prompt_logprobs_of_one_token() -> None:
-    assert generate(site(), [5], prompt_logprobs=1)["prompt_logprobs"] == [None]
 
 
 @pytest.mark.parametrize(("body", "mode"), [({}, "raw"), ({"logprobs_mode": "processed_logprobs"}, "processed")])
 def test_columns_without_rows_name_their_mode(body: dict[str, Any], mode: str) -> None:
     fields = {"logprobs_format": "arrays"}
     assert generate(site(), [5], fields, prompt_logprobs=1, **body)["prompt_logprobs"]["mode"] == mode
-
-
-def test_prompt_logprobs_arrays() -> None:
-    fields = {"logprobs_format": "arrays"}
-    scores = generate(site(), [5, 6, 9, 10], fields, prompt_logprobs=1, prompt_logprobs_start=2)["prompt_logprobs"]
-    assert scores["start"] == 2 and len(scores["token_logprobs"]) == 2 and scores["ranks"] == [3, 1]
-    fields["logprobs_format"] = "base64"
-    packed = generate(site(), [5, 6, 9, 10], fields, prompt_logprobs=1, prompt_logprobs_start=2)["prompt_logprobs"]
-    assert packed["start"] == 2 and packed["shape"] == [2, 1]
-    assert np.frombuffer(base64.b64decode(packed["ranks"]), "<i4").tolist() == [3, 1]
 
 
 # packed ids and msgpack
