@@ -23,6 +23,7 @@ MAX_CPU_SECONDS = 20.0  # of a test that is not slow; 5 on the machines that tes
 if "coverage" in sys.modules:  # Python code takes two to three times as long, with more frames below the tests
     MAX_CPU_SECONDS *= 3
     sys.setrecursionlimit(sys.getrecursionlimit() + 100)
+END_SECONDS = 300.0  # of the process after its last test, on a machine that is busy
 WITH_SERVERS = {"bench", "chaos", "conformance", "e2e", "examples", "fuzz", "hostile"}  # the third tier of README.md
 THREADED = {"tokens_only", "float32"}  # servers of the session in threads of a test process
 
@@ -119,7 +120,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     (A process of pytest-xdist waits here for the others, and is ended by the first.)"""
     if hasattr(config, "workerinput"):
         return
-    faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=sys.__stderr__)
 
 
 @pytest.fixture(autouse=True)
