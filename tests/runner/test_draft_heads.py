@@ -208,11 +208,11 @@ Loaded = tuple[Runner, DeviceFacts]
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Loaded]:
     """Runners by family, with the draft head or without drafts, each made once."""
-    cache: dict[tuple[str, bool, str], Loaded] = {}
+    cache: dict[tuple[str, bool, str, str], Loaded] = {}
     root = tmp_path_factory.mktemp("models")
 
-    def get(family: str, *, drafts: bool = True, dtype: str = "float32") -> Loaded:
-        key = family, drafts, dtype
+    def get(family: str, *, drafts: bool = True, dtype: str = "float32", backend: str = "host") -> Loaded:
+        key = family, drafts, dtype, backend
         if key not in cache:
             if family == "llama":
                 hf = tiny_config(family)
@@ -221,7 +221,10 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Loaded]:
             else:
                 hf, drafting = write_model(root / family, family), MTP
             options = {"load_format": "auto", "dtype": dtype} | (drafting if drafts else {})
-            cache[key] = make_runner(root / family, hf, **options)
+            with pytest.MonkeyPatch.context() as patch:
+                if backend == "cuda":
+                    patch.setattr(device, "use", lambda kind: FakeDevice())
+                cache[key] = make_runner(root / family, hf, depth=2, **options)
         return cache[key]
 
     return get
@@ -243,11 +246,20 @@ def drawn_for(runner: Runner, slot: int, computed: int, count: int) -> tuple[lis
 
 
 @pytest.mark.parametrize(
-    "family", [name if name == "qwen3_5_text" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    ("family", "backend"),
+    [
+        ("qwen3_5_text", "host"),
+        ("qwen3_5_text", "cuda"),
+        *(pytest.param(name, "host", marks=pytest.mark.slow) for name in FAMILIES if name != "qwen3_5_text"),
+    ],
 )
-def test_drafts_are_those_of_transformers_modules(family: str, tmp_path: Path) -> None:
+def test_drafts_are_those_of_transformers_modules(
+    family: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hf = write_model(tmp_path, family)
     oracle = Oracle(tmp_path, hf)
+    if backend == "cuda":
+        monkeypatch.setattr(device, "use", lambda kind: FakeDevice())
     runner, _ = make_runner(tmp_path, hf, load_format="auto", **MTP)
     tokens = prompt(45, 3)
     tokens.append(enter(runner, 0, tokens, [0, 1, 2, 3, 4]))
@@ -309,17 +321,19 @@ def some_drawn(seed: int) -> Callable[[Job], list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"),
+    ("family", "dtype", "backend"),
     [
-        ("qwen3_5_text", "float32"),
-        ("llama", "bfloat16"),
-        pytest.param("deepseek_v3", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("qwen3_next", "bfloat16", marks=pytest.mark.slow),
+        ("qwen3_5_text", "float32", "host"),
+        ("llama", "bfloat16", "host"),
+        ("qwen3_5_text", "float32", "cuda"),
+        pytest.param("llama", "float32", "cuda", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "bfloat16", "host", marks=pytest.mark.slow),
+        pytest.param("qwen3_next", "bfloat16", "host", marks=pytest.mark.slow),
     ],
 )
-def test_drafts_of_a_head_change_no_bit(loaded: Callable[..., Loaded], family: str, dtype: str) -> None:
-    alone = [Driver(*loaded(family, drafts=False, dtype=dtype)).run([job])[0] for job in jobs()]
-    runner, facts = loaded(family, dtype=dtype)
+def test_drafts_of_a_head_change_no_bit(loaded: Callable[..., Loaded], family: str, dtype: str, backend: str) -> None:
+    alone = [Driver(*loaded(family, drafts=False, dtype=dtype, backend=backend)).run([job])[0] for job in jobs()]
+    runner, facts = loaded(family, dtype=dtype, backend=backend)
     preempt = {i: 1 + i % 7 for i in range(0, 17, 2)}
     for chunk, options in ((1 << 30, {}), (7, {"preempt_after": preempt})):
         driver = Driver(runner, facts, seed=chunk % 5, drafter=some_drawn(chunk))
@@ -396,10 +410,10 @@ def test_an_update_may_leave_out_the_head(tmp_path: Path) -> None:
         update(runner, by_stream, new)
 
 
-def test_a_device_with_its_own_memory_refuses_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_float8_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "use", lambda kind: FakeDevice())
-    with pytest.raises(StartError, match="draft heads run on a CPU only"):
-        make_runner(tmp_path, tiny_config("glm4_moe"), **MTP)
+    with pytest.raises(StartError, match="fp8 is not for a draft head's hidden states"):
+        make_runner(tmp_path, tiny_config("glm4_moe"), kv_cache_dtype="fp8", **MTP)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ class CudaBackend:
         self._max_tokens = min(config.scheduler.token_budget, max_model_len)  # of one prompt in a step
         self._is_alone = ranks.size == 1
         has_states = any(isinstance(spec, StateSpec) for spec in specs)
-        if draft is not None and has_states:
+        if draft is not None and has_states and not draft.ahead:
             raise StartError(
                 "speculative_config: a draft model is not supported with recurrent states, in either model"
             )
@@ -87,9 +87,7 @@ class CudaBackend:
         if model.tower is not None:
             activations += model.tower.activation_bytes(min(max_model_len, MOST_IMAGE_TOKENS))
         if draft is not None:
-            if not isinstance(draft.model, Decoder):
-                raise StartError("speculative_config: draft heads run on a CPU only so far")
-            activations += self.activation_bytes(draft.model, specs[draft.first_layer :], block_size)
+            activations += self._draft_bytes(draft, specs[draft.first_layer :], block_size)
         self.layout = kvcache.layout(
             specs,
             config.cache,
@@ -170,6 +168,14 @@ class CudaBackend:
         logits, hidden = 4 * rows * model.spec.vocab, sum(sizes) * model.spec.hidden * model.dtype.itemsize
         return prompt_bytes + decode_bytes + graphs + logits + hidden
 
+    def _draft_bytes(self, draft: Draft, specs: tuple[LayerSpec, ...], block_size: int) -> int:
+        """The same of what draws drafts; a head has a token a row, but for a few steps."""
+        if isinstance(draft.model, Decoder):
+            return self.activation_bytes(draft.model, specs, block_size)
+        width, kv = -(-self._max_model_len // block_size), self._pages_of_one_block(specs, block_size)
+        batch, step = _batch_in_one_page(self._max_rows, self._max_rows, width, kv), decode_step(draft.model)
+        return 2 * torch.inference_mode()(self.device.peak)(lambda: step(batch) * 1.0)
+
     @property
     def keeps_memory(self) -> bool:
         return not self._eager
@@ -216,7 +222,8 @@ class CudaBackend:
         assert draft is not None
         if graphs is not None and graphs.fits(plan):
             return graphs.replay(plan)
-        states = draft.model.forward(self.slots.build(plan, self.kv[draft.first_layer :]))
+        batch = self.slots.build(plan, self.kv[draft.first_layer :], ahead=draft.ahead)
+        states = draft.model.forward(batch)
         assert self.slots.logits_indices is not None
         return draft.model.logits(states.index_select(0, self.slots.logits_indices))
 
@@ -255,9 +262,16 @@ class CudaBackend:
                 self.device, self.slots, self.kv, model.forward, prompts, pool=pool, adapters=self._adapters
             )
             if self.draft is not None:
-                second, kv = self.draft.model, self.kv[self.draft.first_layer :]
+                second, kv, ahead = self.draft.model, self.kv[self.draft.first_layer :], self.draft.ahead
                 self._draft_graphs = DecodeGraphs(
-                    self.device, self.slots, kv, decode_step(second), decode, pool=pool, adapters=self._adapters
+                    self.device,
+                    self.slots,
+                    kv,
+                    decode_step(second),
+                    decode,
+                    pool=pool,
+                    adapters=self._adapters and not ahead,
+                    ahead=ahead,
                 )
         except torch.OutOfMemoryError as error:
             raise StartError(

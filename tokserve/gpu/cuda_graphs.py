@@ -72,7 +72,7 @@ class CudaGraphs(ABC):
     """`Replay` of `step` for these shapes, captured with the largest first: the others fit into its memory.
 
     All graphs return the same memory.  `adapters`: as many again for steps in which a row has an adapter, so that the
-    others do not pay for it.
+    others do not pay for it.  `ahead`: as of a `Draft`.
     """
 
     decodes = False
@@ -87,7 +87,9 @@ class CudaGraphs(ABC):
         *,
         pool: Any,
         adapters: bool,
+        ahead: int = 0,
     ) -> None:
+        self._adapters = adapters
         self.sizes = [tokens for tokens, _ in shapes]
         self._slots = slots
         self._shapes = shapes
@@ -95,7 +97,7 @@ class CudaGraphs(ABC):
         out: Tensor | None = None
         for tokens, rows in reversed(shapes):
             for adapted in (True, False) if adapters else (False,):
-                decoded = slots.decode_rows(rows, kv, adapters=adapted) if self.decodes else None
+                decoded = slots.decode_rows(rows, kv, adapters=adapted, ahead=ahead) if self.decodes else None
                 batch = decoded.batch if decoded else slots.empty_batch(rows, kv, tokens=tokens, adapters=adapted)
                 out = torch.empty_like(step(batch)) if out is None else out
                 with ops.kept_tables() as tables:
@@ -108,7 +110,7 @@ class CudaGraphs(ABC):
     def replay(self, plan: StepPlan) -> Tensor:
         count = self._count(plan)
         tokens, rows = self._shapes[bisect_left(self.sizes, count)]
-        graph = self.captured[tokens, rows, self._slots.has_adapters(plan)]
+        graph = self.captured[tokens, rows, self._adapters and self._slots.has_adapters(plan)]
         if graph.rows is None:
             self._slots.build(plan, graph.batch.kv, graph.batch)
         else:

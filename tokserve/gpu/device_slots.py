@@ -42,6 +42,7 @@ class DecodeRows:
     columns: SamplingColumns | None = None
     logits_indices: Tensor | None = None
     saves: bool = False  # whether the last step took snapshots
+    ahead: int = 0  # as of a `Draft`
 
     def are_next(self, plan: StepPlan, generation: Int64) -> bool:
         """Whether the plan has the rows of the last one, a token further."""
@@ -106,9 +107,11 @@ class DeviceSlots(Slots):
         drafts = np.split(plan.draft_token_ids, np.cumsum(counts)[:-1])
         self._token_edits += zip(plan.slots[rows].tolist(), starts.tolist(), drafts, strict=True)
 
-    def empty_batch(self, rows: int, kv: Pages, *, tokens: int | None = None, adapters: bool = False) -> ForwardBatch:
+    def empty_batch(
+        self, rows: int, kv: Pages, *, tokens: int | None = None, adapters: bool = False, ahead: int = 0
+    ) -> ForwardBatch:
         """A batch of `rows` rows, with or without adapters, for `build` to fill again and again.  `tokens`: of all rows
-        together, more than there are rows; None: one each."""
+        together, more than there are rows; None: one each.  `ahead`: as of a `Draft`."""
         torch_device = self._device.torch_device
         count = rows if tokens is None else tokens
         query_start = torch.arange(rows + 1, dtype=torch.int32, device=torch_device)
@@ -121,7 +124,7 @@ class DeviceSlots(Slots):
         batch.slot_mapping.fill_(self._padding_index)
         if adapters:
             batch.adapters = torch.full((count,), -1, dtype=torch.int32, device=torch_device)
-        if self.states is not None:
+        if self.states is not None and not ahead:
             columns = self._state_columns(rows, CAPTURED_SAVES, no_rows=True)
             batch.states = StateRows(*(torch.from_numpy(column).to(torch_device) for column in columns))
         return batch
@@ -138,20 +141,21 @@ class DeviceSlots(Slots):
         places[:taken] = step.saves[:taken]
         return [state_rows, start, end, places]
 
-    def build(self, plan: StepPlan, kv: Pages, into: ForwardBatch | None = None) -> ForwardBatch:
+    def build(self, plan: StepPlan, kv: Pages, into: ForwardBatch | None = None, *, ahead: int = 0) -> ForwardBatch:
         """The plan's tokens as one batch; `into`: fill this one, of `empty_batch`, which has room for them.  Its last
-        row takes the tokens that are missing if it is not the plan's, unless rows have one token each."""
+        row takes the tokens that are missing if it is not the plan's, unless rows have one token each.  `ahead`: as
+        of a `Draft`."""
         slots, computed, query_start = self._padded_rows(plan, into)
-        adapters = self._row_adapters(plan, int(query_start[-1]))
+        adapters = self._row_adapters(plan, 0 if ahead else int(query_start[-1]))
         arrays: list[Int32 | Int64] = [slots, computed, query_start, adapters]
-        if self.states is not None:
+        if self.states is not None and not ahead:
             saves = len(self.states.step.saves) if into is None else CAPTURED_SAVES
             arrays += self._state_columns(len(slots), saves)
-        slots_dev, computed_dev, starts, adapters_dev, *states = self._put(plan, arrays)
+        slots_dev, computed_dev, starts, adapters_dev, *states = self._put(plan, arrays, ahead)
         width = -(-int((plan.num_computed + plan.num_tokens).max()) // self.block_size)
         batch = self._unfilled(int(query_start[-1]), len(slots), width, starts, kv) if into is None else into
         ops.prepare_step(
-            self._device_tokens,
+            self._device_tokens[:, ahead:],
             self._device_blocks,
             slots_dev,
             computed_dev,
@@ -204,18 +208,20 @@ class DeviceSlots(Slots):
             batch.query_start, batch.seq_lens, owners, batch.bidirectional = copies
             batch.block_tables = batch.block_tables.index_select(0, owners)
 
-    def decode_rows(self, rows: int, kv: Pages, *, adapters: bool) -> DecodeRows:
-        """Rows of a step to be recorded, which begins with `advance`; they are padding until `resume`."""
+    def decode_rows(self, rows: int, kv: Pages, *, adapters: bool, ahead: int = 0) -> DecodeRows:
+        """Rows of a step to be recorded, which begins with `advance`; they are padding until `resume`.  `ahead`: as
+        of a `Draft`."""
         torch_device = self._device.torch_device
         slots = torch.full((rows,), self._padding_slot, dtype=torch.int32, device=torch_device)
         lengths = torch.ones(rows, dtype=torch.int64, device=torch_device)
-        return DecodeRows(self.empty_batch(rows, kv, adapters=adapters), slots, torch.zeros_like(slots), lengths)
+        batch = self.empty_batch(rows, kv, adapters=adapters, ahead=ahead)
+        return DecodeRows(batch, slots, torch.zeros_like(slots), lengths, ahead=ahead)
 
     def advance(self, rows: DecodeRows) -> None:
         """Move the rows on by a token, and fill in their batch: work of the device alone."""
         batch = rows.batch
         ops.advance_step(
-            self._device_tokens,
+            self._device_tokens[:, rows.ahead :],
             self._device_blocks,
             rows.slots,
             rows.computed,
@@ -239,9 +245,10 @@ class DeviceSlots(Slots):
                 self._edit(*self._device.put(self._edits()))
         else:
             slots, computed, _ = self._padded_rows(plan, rows.batch)
-            adapters = self._row_adapters(plan, len(slots))
-            states = [] if self.states is None else self._state_columns(len(slots), CAPTURED_SAVES)
-            slots_dev, computed_dev, adapters_dev, *columns = self._put(plan, [slots, computed - 1, adapters, *states])
+            adapters = self._row_adapters(plan, 0 if rows.ahead else len(slots))
+            states = [] if rows.batch.states is None else self._state_columns(len(slots), CAPTURED_SAVES)
+            arrays = [slots, computed - 1, adapters, *states]
+            slots_dev, computed_dev, adapters_dev, *columns = self._put(plan, arrays, rows.ahead)
             if rows.batch.states is not None:
                 state_rows, start, _, saves = columns
                 # `advance` begins where the step before has ended
@@ -256,21 +263,25 @@ class DeviceSlots(Slots):
             rows.logits_indices = self.logits_indices
         rows.last = plan.slots.copy(), plan.num_computed.copy(), generation
         self._columns, self.logits_indices = rows.columns, rows.logits_indices
+        if rows.ahead and self._columns is not None:
+            # the tokens before the sampled one, once the step has run
+            lengths = torch.from_numpy(plan.num_computed.astype(np.int64) + 1 + rows.ahead)
+            self._columns = replace(self._columns, lengths=lengths.to(self._device.torch_device))
 
     def _states_are_next(self, plan: StepPlan, rows: DecodeRows) -> bool:
         """Whether the states of a step's rows are those that its last run has left, and no snapshot is taken."""
-        if self.states is None:
+        if self.states is None or rows.batch.states is None:
             return True
         step = self.states.step
         return not rows.saves and not len(step.saves) and bool((step.start == plan.num_computed).all())
 
-    def _put(self, plan: StepPlan, arrays: Sequence[Int32 | Int64]) -> list[Tensor]:
+    def _put(self, plan: StepPlan, arrays: Sequence[Int32 | Int64], ahead: int = 0) -> list[Tensor]:
         """Copy these over, with the columns of the plan's rows of logits and what has changed in the tables."""
         sampled, lengths = logit_lengths(plan)
         logits_indices = last_indices(np.cumsum(plan.num_tokens, dtype=np.int64), plan.num_logits)
         columns = [
             self.seeds[sampled],
-            lengths,
+            lengths + ahead,
             self.greedy[sampled],
             self.temperature[sampled],
             sampled.astype(np.int64),

@@ -18,7 +18,6 @@ from tokserve.runner.device import Device
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.replay import Step
 from tokserve.runner.steps import PendingResult
-from tokserve.runner.tables.host_slots import HostSlots
 from tokserve.runner.tables.routed import RoutedTable
 from tokserve.runner.tables.slots import Int64, SamplingColumns, Slots
 from tokserve.runner.tables.states import StateTable
@@ -91,15 +90,16 @@ class DraftNetwork(Protocol):
 @dataclass(slots=True)
 class Draft:
     """A model that draws drafts.  Its layers' pages are those of the cache from `first_layer` on; 0: it shares those of
-    the served model, of which it is a copy.  `feature` makes what draws with it in a runner."""
+    the served model, of which it is a copy.  `feature` makes what draws with it in a runner.
+
+    `ahead`: at a position, a draft head reads the token so many positions later; it has no adapters and no recurrent
+    states.
+    """
 
     model: DraftNetwork
     first_layer: int
     feature: Callable[[Draft, Runner], RunnerFeature]
-
-    def tables(self, slots: HostSlots) -> HostSlots:
-        """The tables that its batches are built from."""
-        return slots
+    ahead: int = 0
 
 
 class Backend(Protocol):

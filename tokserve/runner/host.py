@@ -63,7 +63,9 @@ class HostBackend:
         self.routed = RoutedTable(spec, self.layout) if config.model.enable_return_routed_experts else None
         self._eager = config.runtime.enforce_eager or ranks.size > 1  # what ranks do together is not captured
         self._graphs: Replay | None = None
-        self.draft, self._draft_slots = draft, self.slots if draft is None else draft.tables(self.slots)
+        self.draft, self._draft_slots = draft, self.slots
+        if draft is not None and draft.ahead:
+            self._draft_slots = self.slots.shifted(draft.ahead)
         if draft is not None and self._draft_slots.states is not None:
             raise StartError(
                 "speculative_config: a draft model is not supported with recurrent states, in either model"

@@ -42,8 +42,10 @@ def cache_specs(specs: tuple[LayerSpec, ...], cache: CacheConfig) -> tuple[Layer
     """The layers' specs, in the dtype that the configuration gives.  Raises StartError."""
     if cache.kv_cache_dtype == "auto":
         return specs
-    if any(isinstance(spec, KVSpec) and spec.kind != "kv" for spec in specs):
-        raise StartError(f"option kv_cache_dtype: {cache.kv_cache_dtype} is not for a model with latent attention")
+    for spec in specs:
+        if isinstance(spec, KVSpec) and spec.kind != "kv":
+            whose = "a model with latent attention" if spec.kind == "latent" else "a draft head's hidden states"
+            raise StartError(f"option kv_cache_dtype: {cache.kv_cache_dtype} is not for {whose}")
     return tuple(replace(spec, dtype=FLOAT8) if isinstance(spec, KVSpec) else spec for spec in specs)
 
 

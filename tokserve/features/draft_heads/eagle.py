@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokserve import ops
 from tokserve.base.errors import StartError
 from tokserve.features.draft_heads.joined import JoinedRows
 from tokserve.layers.attention import Attention, AttentionSpec
@@ -127,7 +128,7 @@ class EagleHead:
         self._head = Head(spec.vocab, hidden, head)
         self._has_embedding = self._has_head = True
         self._join_taps, self._join = JoinedRows(len(spec.taps)), JoinedRows(2)
-        self._table = rope_table(spec.attention.rope, positions)
+        self._table = rope_table(spec.attention.rope, positions).to(ops.torch_device)
         self._served_vocab = served.vocab
         self._ids: Tensor | None = None  # [vocab] int64: the model's ids of the head's
 
@@ -156,7 +157,7 @@ class EagleHead:
         weights.check_names(entries, parameters, str(directory))
         if ids is not None:
             offsets = weights.read_tensor(ids).long()
-            self._ids = torch.arange(len(offsets)) + offsets
+            self._ids = (torch.arange(len(offsets)) + offsets).to(ops.torch_device)
         if (self._served_vocab if self._ids is None else len(self._ids)) != self.spec.vocab:
             raise StartError(f"{WHERE} draws {self.spec.vocab} tokens, and {directory} does not say which (d2t)")
         weights.load_into(parameters, weights.stream(entries))

@@ -29,33 +29,34 @@ from tokserve.protocol.plan import Int32
 from tokserve.runner.backend import Draft
 from tokserve.runner.cpu_graphs import MAX_TOKENS
 from tokserve.runner.runner import Runner
-from tokserve.runner.tables.host_slots import HostSlots
-from tokserve.runner.tables.slots import last_indices
+from tokserve.runner.tables.slots import Int64, last_indices
 
 
 class HeadModel:
     """A draft head with what it has of the served model, as backends run a draft model.
 
-    `put` its input states before each pass; `outputs` are good until the next.
+    `put` its input states before each pass; `outputs` are good until the next.  `captured`: the most tokens of a step
+    that is captured: those of so few have one place, which captured steps read and write.
     """
 
-    def __init__(self, model: DraftingDecoder) -> None:
-        self.model = model
-        shape = 1, MAX_TOKENS, model.spec.hidden
-        self._inputs, self._kept = torch.zeros(shape, dtype=model.dtype), torch.zeros(shape, dtype=model.dtype)
-        self._states = self._outputs = self._inputs[0]
-        self._places = torch.arange(MAX_TOKENS)
-        self._places_of_pass = self._places
+    def __init__(self, model: DraftingDecoder, captured: int) -> None:
+        self.model, self._captured = model, captured
+        shape = 1, captured, model.spec.hidden
+        self._inputs, self._kept = (
+            torch.zeros(shape, dtype=model.dtype, device=ops.torch_device) for _ in ("inputs", "outputs")
+        )
+        places = torch.arange(captured, device=ops.torch_device)
+        self._by_count = [(self._inputs[0, :count], places[:count]) for count in range(captured + 1)]
+        self._states = self._outputs = self._inputs[0]  # of more tokens
 
     def put(self, states: Tensor) -> None:
-        """Take the states [T, hidden] of the next pass: those of few tokens to where captured steps read them."""
+        """Take the states [T, hidden] of the next pass."""
         count = len(states)
-        if count > MAX_TOKENS:
+        if count > self._captured:
             self._states = states
             return
-        self._states, self._outputs = self._inputs[0, :count], self._kept[0, :count]
-        self._places_of_pass = self._places[:count]
-        self._states.copy_(states)
+        self._by_count[count][0].copy_(states)
+        self._outputs = self._kept[0, :count]
 
     def outputs(self) -> Tensor:
         """What the last pass made to take the place of the states after its tokens, [T, hidden]."""
@@ -63,11 +64,13 @@ class HeadModel:
 
     def forward(self, batch: ForwardBatch) -> Tensor:  # [T, hidden], or [n, hidden] of `batch.logits_rows`
         batch.work = {}
-        states, repeated = self.model.draft_head(batch, self.model, self._states)
-        if len(repeated) > MAX_TOKENS:
-            self._outputs = repeated
+        count = len(batch.input_ids)
+        inputs = self._by_count[count][0] if count <= self._captured else self._states
+        states, repeated = self.model.draft_head(batch, self.model, inputs)
+        if count <= self._captured:
+            ops.store_rows(repeated, self._kept, self._by_count[count][1])
         else:
-            ops.store_rows(repeated, self._kept, self._places_of_pass)
+            self._outputs = repeated
         return states if batch.logits_rows is None else states.index_select(0, batch.logits_rows.tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -85,14 +88,6 @@ class HeadModel:
         return self.model.row_bytes()
 
 
-class HeadDraft(Draft):
-    """A draft head of the served model."""
-
-    def tables(self, slots: HostSlots) -> HostSlots:
-        """The slots' tables with, at each position, the token after it."""
-        return slots.shifted()
-
-
 class HeadDrafts(DraftModel):
     """Draws with the draft head of the served model."""
 
@@ -105,7 +100,9 @@ class HeadDrafts(DraftModel):
         assert isinstance(draft.model, HeadModel)
         self._head = draft.model
         width = self._head.model.spec.hidden
-        self._repeated = torch.zeros(len(self._slots.prompt_lens), width, dtype=self._head.model.dtype)  # by slot
+        self._repeated = torch.zeros(  # by slot
+            len(self._slots.prompt_lens), width, dtype=self._head.model.dtype, device=ops.torch_device
+        )
 
     def num_bytes(self) -> Mapping[str, int]:
         """The bytes of its weights, unless they are the model's."""
@@ -127,15 +124,18 @@ class HeadDrafts(DraftModel):
             blocks, offsets = np.divmod(positions, self._slots.block_size)
             pages = self._backend.kv[-1][0]
             places = self._slots.blocks[owner, blocks] * np.int64(self._slots.block_size) + offsets
-            states = pages.view(-1, pages.shape[-1]).index_select(0, torch.from_numpy(places))
+            states = pages.view(-1, pages.shape[-1]).index_select(0, self._index(places))
         else:
-            states = self._repeated.index_select(0, torch.from_numpy(slots))
+            states = self._repeated.index_select(0, self._index(slots))
         self._head.put(states)
         token_ids = super()._pass(number, slots, computed, sizes, has_logits)
-        last = torch.from_numpy(np.add.accumulate(sizes, dtype=np.int64)[has_logits] - 1)
+        last = self._index(np.add.accumulate(sizes, dtype=np.int64)[has_logits] - 1)
         outputs = self._head.outputs().index_select(0, last)
-        self._repeated.index_copy_(0, torch.from_numpy(slots[has_logits].astype(np.int64)), outputs)
+        self._repeated.index_copy_(0, self._index(slots[has_logits]), outputs)
         return token_ids
+
+    def _index(self, numbers: Int32 | Int64) -> Tensor:
+        return torch.from_numpy(numbers.astype(np.int64)).to(self._repeated.device)
 
 
 def load_draft(config: Config, model: Decoder, load: Callable[[Config], Decoder]) -> Draft | None:
@@ -154,4 +154,5 @@ def load_draft(config: Config, model: Decoder, load: Callable[[Config], Decoder]
         head = EagleHead(spec, model.spec, LayerOptions(model.dtype), model.head.options, len(model.rope_table))
         head.load(directory)
         model.draft_head = head
-    return HeadDraft(HeadModel(model), len(model.kv_specs()), HeadDrafts)
+    captured = max(MAX_TOKENS, config.scheduler.rows)
+    return Draft(HeadModel(model, captured), len(model.kv_specs()), HeadDrafts, ahead=HeadDrafts.ahead)

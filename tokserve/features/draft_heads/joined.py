@@ -16,7 +16,7 @@ class JoinedRows:
 
     def __init__(self, parts: int) -> None:
         self._parts = parts
-        places = torch.arange(MAX_TOKENS * parts).view(MAX_TOKENS, parts).t().contiguous()
+        places = torch.arange(MAX_TOKENS * parts, device=ops.torch_device).view(MAX_TOKENS, parts).t().contiguous()
         self._places = [[row[:count] for row in places] for count in range(MAX_TOKENS + 1)]
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:  # [T, H] each -> [T, parts * H]

@@ -172,7 +172,7 @@ def load_draft(config: Config, model: Decoder, load: Callable[[Config], Decoder]
     plan = config.speculation.resolved()
     if plan.method == "self":
         copy = QuantizedCopy(model, plan.quantization or "int8")
-        return CopyDraft(copy.decoder, 0, DraftModel, copy)
+        return CopyDraft(copy.decoder, 0, DraftModel, copy=copy)
     if plan.method != "draft_model":
         return None
     options = replace(

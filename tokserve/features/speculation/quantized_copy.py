@@ -22,7 +22,7 @@ from tokserve.runner.backend import Draft
 GROUP = 64  # inputs that share a scale with int4: drafts of groups of 128 are right less often, at the same cost
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class CopyDraft(Draft):
     """A copy of the served model that draws drafts."""
 

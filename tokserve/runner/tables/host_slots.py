@@ -44,11 +44,11 @@ class HostSlots(Slots):
         self._last_columns: tuple[bytes, Tensor, Tensor, Tensor] | None = None
         self._parts = PromptParts(self.tokens.shape[1])
 
-    def shifted(self) -> HostSlots:
-        """The same tables, with each token one position earlier: those of a draft head, which has no adapters and no
-        recurrent states."""
+    def shifted(self, positions: int) -> HostSlots:
+        """The same tables, with each token so many positions earlier: those of a draft head, which has no adapters and
+        no recurrent states."""
         tables = copy.copy(self)
-        tables.tokens, tables.states, tables._with_adapter = self.tokens[:, 1:], None, set()
+        tables.tokens, tables.states, tables._with_adapter = self.tokens[:, positions:], None, set()
         return tables
 
     def assign(self, row: NewRow) -> None:
