@@ -34,7 +34,7 @@ from tokserve.layers.options import LayerOptions
 from tokserve.models.decoder import rope_tables
 from tokserve.models.dummy import tensors
 from tokserve.models.registry import decoder_spec
-from tokserve.protocol.params import SamplingParams
+from tokserve.protocol.params import HiddenStateChoice, SamplingParams
 from tokserve.protocol.plan import DRAWN, DeviceFacts, NewRow
 from tokserve.runner import device
 from tokserve.runner.runner import Runner
@@ -268,6 +268,23 @@ def test_drafts_are_those_of_transformers_modules(
         assert drafts == oracle.drafts(tokens, count)
         tokens += sampled
     runner.execute(plan_of([], freed=[0]))
+
+
+def test_hidden_states_are_the_same_with_a_draft_head(tmp_path: Path) -> None:
+    served = {"qwen3_5_text": write_model(tmp_path / "qwen3_5_text", "qwen3_5_text"), "llama": tiny_config("llama")}
+    write_checkpoint(tmp_path / "llama", served["llama"])
+    chosen = HiddenStateChoice(layers=[0, 1, 3], positions=[0, 7, 40, 44])
+    task = SamplingParams(temperature=0.0, hidden_states=chosen)
+    tokens = prompt(45, 3)
+    for family, drafting in (("qwen3_5_text", MTP), ("llama", eagle3(write_eagle(tmp_path / "eagle")))):
+        states = []
+        for options in ({}, drafting):
+            options = {"load_format": "auto", "max_hidden_state_bytes": 1 << 20} | options
+            runner, _ = make_runner(tmp_path / family, served[family], **options)
+            row = NewRow(0, "", np.array(tokens, np.int32), len(tokens), task, 7, ())
+            plan = plan_of([(0, 0, len(tokens), 1)], new=[row], blocks=[(0, 0, [0, 1, 2, 3, 4])])
+            states.append(runner.execute(plan).values["hidden_states"][0])
+        assert states[0].shape == (4, 3, served[family]["hidden_size"]) and np.array_equal(*states)
 
 
 def as_speculators_writes(eagle: Path) -> None:

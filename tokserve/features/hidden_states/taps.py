@@ -26,7 +26,7 @@ def make(context: RunnerContext) -> RunnerFeature | None:
     if not context.config.options_of(HiddenStateOptions).max_hidden_state_bytes:
         return None
     model = context.runner.model
-    if type(model).forward is not Decoder.forward:
+    if model.implementation != Decoder.implementation:
         raise StartError(
             f"option max_hidden_state_bytes: a model that is served as {model.implementation} has no hidden states"
         )
