@@ -103,7 +103,7 @@ test-loaded: install
 docs: build/docs/bin/mike
 	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --quiet --strict
 	build/docs/bin/python scripts/docs/crawl.py build/site
-	@echo 'build/site/index.html (without internet, search needs a web server: python3 -m http.server -d build/site)'
+	@echo 'open build/site/index.html'
 build/docs/bin/mike:
 	$(PYTHON) -m venv build/docs
 	build/docs/bin/pip install --quiet --disable-pip-version-check 'mkdocs-material>=9.5,<10' 'mike>=2.1,<3'

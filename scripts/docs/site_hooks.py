@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 LISTED = "index-of-files.md"
+SHIM, WORKER = "https://unpkg.com/iframe-worker/shim", "assets/javascripts/worker.js"
 FIRST = ("getting-started.md", "token-api.md", "options.md", "troubleshooting.md", "deploying.md")  # in search
 
 
@@ -113,3 +115,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     elif uri in FIRST:
         page.meta["search"] = {"boost": 2}
     return rewrite(uri.removeprefix("repository/") if uri.startswith("repository/") else f"docs/{uri}", markdown)
+
+
+def on_post_build(config: Any) -> None:
+    """mkdocs' hook: search from the disk uses a script of the site's, not one of another site."""
+    site = Path(config.site_dir)
+    shutil.copy(Path(__file__).parent / "worker.js", site / WORKER)
+    for page in site.rglob("*.html"):
+        to_root = posixpath.relpath(".", page.parent.relative_to(site).as_posix())
+        text = page.read_text(encoding="utf-8")
+        page.write_text(text.replace(SHIM, posixpath.join(to_root, WORKER)), encoding="utf-8")

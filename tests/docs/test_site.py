@@ -53,11 +53,17 @@ def test_the_crawler_names_broken_links(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "index.html").write_text(
         '<h1 id="top"></h1><a href="a/b.html#part">1</a> <a href="a/b.html#no">2</a> <a href="c.py">3</a>'
+        '<script src="https://example.org/x.js"></script><a href="https://example.org">4</a>'
     )
     (tmp_path / "a" / "b.html").write_text(
         '<a id="part"></a> <a href="../index.html#top">4</a> <a href="../">5</a> <a href="#x">6</a>'
     )
-    assert crawl.broken_links(tmp_path) == ["index.html: a/b.html#no", "index.html: c.py", "a/b.html: #x"]
+    assert crawl.broken_links(tmp_path) == [
+        "index.html: a/b.html#no",
+        "index.html: c.py",
+        "index.html: https://example.org/x.js, of another site",
+        "a/b.html: #x",
+    ]
 
 
 def test_project_files_name_make_targets() -> None:

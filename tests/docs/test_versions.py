@@ -1,4 +1,5 @@
-"""Two versions of the documentation side by side, in a browser: the list of versions, search, and dark colours."""
+"""Two versions of the documentation side by side, in a browser: the list of versions, search, and dark colours; and one
+opened from the disk."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,8 +32,8 @@ class Files(SimpleHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where two versions are served from the branch that `make docs-version` writes, in a repository of its own."""
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two versions, as they are on the branch that `make docs-version` writes, in a repository of its own."""
     needs.DOCS_BUILDER.or_skip()
     repository, site = tmp_path_factory.mktemp("repository"), tmp_path_factory.mktemp("site")
     path = f"{needs.MIKE.parent}{os.pathsep}{os.environ['PATH']}"
@@ -47,6 +49,12 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         execute("mike", "--quiet", "deploy", *config, "--update-aliases", version, "latest")
     execute("mike", "--quiet", "set-default", *config, "latest")
     execute("git", f"--work-tree={site}", "checkout", "--quiet", "gh-pages", "--", ".")
+    return site
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """Where the two versions are served."""
     with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Files, directory=str(site))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -71,3 +79,11 @@ def test_versions_search_and_darkness(address: str) -> None:
             browser.open(f"{address}/0.2/index.html")
             shown = browser.wait(lambda: browser.run("return document.body.dataset.mdColorScheme"), "colours")
             assert shown == name
+
+
+def test_search_of_a_site_on_the_disk(site: Path) -> None:
+    with Browser() as browser:
+        browser.open((site / "0.2" / "decisions" / "001-shape-of-the-first-version.html").as_uri())
+        browser.type(".md-search__input", "max_tokens")
+        results = browser.wait(lambda: browser.run(RESULTS), "results of a search")
+        assert any("/0.2/token-api.html" in result for result in results), results
