@@ -427,6 +427,25 @@ def test_an_update_may_leave_out_the_head(tmp_path: Path) -> None:
         update(runner, by_stream, new)
 
 
+def test_an_update_may_leave_out_the_head_after_weights_were_released_and_an_update_failed(tmp_path: Path) -> None:
+    first, mixed = tmp_path / "first", tmp_path / "mixed"
+    hf, prefix = write_model(first, "glm4_moe"), "model.layers.3."
+    write_model(mixed, "glm4_moe", seed=1)
+    runner, _ = make_runner(first, hf, load_format="auto", **MTP)
+    old, new = (load_file(directory / "model.safetensors") for directory in (first, mixed))
+    rest = {name: tensor for name, tensor in new.items() if not name.startswith(prefix)}
+    kept = {name: tensor for name, tensor in old.items() if name.startswith(prefix)}
+    save_file(rest | kept, mixed / "model.safetensors", metadata={"format": "pt"})
+    runner.admin.release(["weights"])
+    with pytest.raises(RequestError, match="not complete: 1 missing"):
+        update(runner, by_stream, {name: new[name] for name in new if name != f"{prefix}eh_proj.weight"})
+    update(runner, by_stream, rest)
+    runner.call("commit_update", {})
+    tokens = prompt(30, 4)
+    tokens.append(enter(runner, 0, tokens, [0, 1, 2]))
+    assert drawn_for(runner, 0, 30, 3)[0] == Oracle(mixed, hf).drafts(tokens, 3)
+
+
 def test_a_float8_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "use", lambda kind: FakeDevice())
     with pytest.raises(StartError, match="fp8 is not for a draft head's hidden states"):

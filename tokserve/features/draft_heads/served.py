@@ -48,7 +48,8 @@ class DraftingDecoder(Decoder):
 
     spec: DraftingSpec
     draft_head: DraftHead | EagleHead  # with `taps`, set once it is loaded
-    _head_before: DraftHead | EagleHead | None = None  # of the model that this one was made to replace
+    # the last one with weights, until this model's own has all of them
+    _head_before: DraftHead | EagleHead | None = None
 
     def __init__(self, spec: DraftingSpec, options: LayerOptions, *arguments: Any, **more: Any) -> None:
         super().__init__(spec, options, *arguments, **more)
@@ -64,16 +65,18 @@ class DraftingDecoder(Decoder):
         assert isinstance(blank, DraftingDecoder)
         if self.spec.head is None:
             blank.draft_head = self.draft_head
-        blank._head_before = self.draft_head
+        blank._head_before = self._head_before or self.draft_head
         return blank
 
     def inherit(self, missing: list[str]) -> list[str]:
         """The names but for those of the head, if all of them are missing: a trainer need not have it."""
         names = set() if self.spec.head is None else self.draft_head.parameters().keys()
-        if self._head_before is None or not names <= set(missing):
-            return missing
-        self.draft_head = self._head_before
-        return [name for name in missing if name not in names]
+        if self._head_before is not None and names <= set(missing):
+            self.draft_head = self._head_before
+            missing = [name for name in missing if name not in names]
+        if names.isdisjoint(missing):
+            self._head_before = None
+        return missing
 
     def parameters_by_name(self) -> dict[str, Parameter]:
         parameters = super().parameters_by_name()
