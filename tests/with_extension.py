@@ -6,6 +6,7 @@ For the sanitizers' builds (`make test-asan`, `make test-tsan`), so that the one
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -27,5 +28,6 @@ def use(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    os.environ["TOKSERVE_SANITIZED"] = "1"
     use(Path(sys.argv[1]))
     sys.exit(pytest.main(sys.argv[2:]))

@@ -103,6 +103,7 @@ def calls(sizes: list[int], *, has_float8: bool, is_dependent: bool, wide_heads:
     call["rope"](q, k, table, index)
     caches = torch.empty(2, 32, kv_heads, page, dim, dtype=BF16).unbind()
     call["store_kv"](k, k, *caches, index)
+    call["store_rows"](x, torch.empty(32, page, hidden, dtype=BF16), index)
     norm = torch.empty(dim, dtype=BF16)
     qkv = torch.empty(rows, (heads + 2 * kv_heads) * dim, dtype=BF16)
     call["norm_rope_store"](qkv, norm, norm, 1e-6, table, index, *caches, index)

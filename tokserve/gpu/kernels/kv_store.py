@@ -102,6 +102,22 @@ def store_kv(
 
 
 @triton.jit
+def rows_kernel(rows, pages, slot_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """One row."""
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row = tl.load(rows + token * WIDTH + column, mask=column < WIDTH)
+    tl.store(pages + tl.load(slot_ptr + token) * WIDTH + column, row, mask=column < WIDTH)
+
+
+@attention.store_rows.implement("triton", device="cuda")
+def store_rows(rows: Tensor, pages: Tensor, slot_mapping: Tensor) -> None:
+    tokens, width = rows.shape
+    if tokens:
+        block = next_power_of_2(width)
+        rows_kernel[(tokens,)](rows, pages, slot_mapping, width, block, num_warps=warps(block), **EXACT)
+
+
+@triton.jit
 def prepared_heads(
     x_ptr,
     weight_ptr,
