@@ -230,9 +230,12 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Loaded]:
     return get
 
 
-def enter(runner: Runner, slot: int, tokens: list[int], blocks: list[int], computed: int = 0) -> int:
+def enter(
+    runner: Runner, slot: int, tokens: list[int], blocks: list[int], computed: int = 0, temperature: float = 0.0
+) -> int:
     """Compute all of a slot's prompt from `computed` on; the first token."""
-    row = NewRow(slot, "", np.array(tokens, np.int32), len(tokens), SamplingParams(temperature=0.0), 7, ())
+    params = SamplingParams(temperature=temperature)
+    row = NewRow(slot, "", np.array(tokens, np.int32), len(tokens), params, 7, ())
     count = len(tokens) - computed
     plan = plan_of([(slot, computed, count, 1)], new=[row], blocks=[(slot, 0, blocks)])
     return int(runner.execute(plan).token_ids[0])
@@ -329,6 +332,21 @@ def test_a_shared_prefix_has_its_states(loaded: Callable[..., Loaded], tmp_path:
     assert drawing.progress is not None
     runner.sample(step, None).result()
     runner.execute(plan_of([], freed=[0, 1]))
+
+
+def test_drafts_have_the_noise_of_their_positions_on_every_device(loaded: Callable[..., Loaded]) -> None:
+    drawn = []
+    for backend in ("host", "cuda"):
+        runner, _ = loaded("qwen3_5_text", backend=backend)
+        tokens = prompt(30, 8)
+        tokens.append(enter(runner, 0, tokens, [0, 1, 2, 3], temperature=1.0))
+        steps = []
+        for count in (3, 1, 4):
+            steps.append(drawn_for(runner, 0, len(tokens) - 1, count))
+            tokens += steps[-1][1]
+        runner.execute(plan_of([], freed=[0]))
+        drawn.append(steps)
+    assert drawn[0] == drawn[1]
 
 
 def some_drawn(seed: int) -> Callable[[Job], list[int]]:

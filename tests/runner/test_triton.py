@@ -223,7 +223,7 @@ def test_the_start_compiles_all_that_serving_needs(options: dict[str, object]) -
     actual = json.loads(done.stdout)
     assert actual["serving"] == []
     start, ahead = set(actual["start"]), set(actual["ahead"])
-    assert 30 < len(start) <= 90  # one by one they would take a minute
+    assert 30 < len(start) <= (90 if "family" in options else 80)  # one by one they would take a minute
     assert ahead <= start and len(start - ahead) <= 10
     assert not {line.split("_kernel")[0] for line in start - ahead} & {"linear", "gated_linear", "decode", "prefill"}
 

@@ -233,6 +233,8 @@ class DeviceSlots(Slots):
             batch.seq_lens,
             batch.block_tables,
         )
+        if rows.ahead:
+            rows.lengths.add_(rows.ahead)
         if batch.states is not None:
             batch.states.start.copy_(batch.states.end)
             batch.states.end.copy_(batch.seq_lens)
@@ -263,10 +265,6 @@ class DeviceSlots(Slots):
             rows.logits_indices = self.logits_indices
         rows.last = plan.slots.copy(), plan.num_computed.copy(), generation
         self._columns, self.logits_indices = rows.columns, rows.logits_indices
-        if rows.ahead and self._columns is not None:
-            # the tokens before the sampled one, once the step has run
-            lengths = torch.from_numpy(plan.num_computed.astype(np.int64) + 1 + rows.ahead)
-            self._columns = replace(self._columns, lengths=lengths.to(self._device.torch_device))
 
     def _states_are_next(self, plan: StepPlan, rows: DecodeRows) -> bool:
         """Whether the states of a step's rows are those that its last run has left, and no snapshot is taken."""

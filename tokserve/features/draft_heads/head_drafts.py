@@ -91,7 +91,6 @@ class HeadModel:
 class HeadDrafts(DraftModel):
     """Draws with the draft head of the served model."""
 
-    ahead = 1
     catch_up = 2048  # a head has one layer
     keeps_drafted = False
 
@@ -155,4 +154,4 @@ def load_draft(config: Config, model: Decoder, load: Callable[[Config], Decoder]
         head.load(directory)
         model.draft_head = head
     captured = max(MAX_TOKENS, config.scheduler.rows)
-    return Draft(HeadModel(model, captured), len(model.kv_specs()), HeadDrafts, ahead=HeadDrafts.ahead)
+    return Draft(HeadModel(model, captured), len(model.kv_specs()), HeadDrafts, ahead=1)

@@ -38,12 +38,10 @@ class DraftModel(RunnerFeature):
     """Draws with a backend's `draft`.  A copy of the served model reads and writes the same keys and values: it has
     nothing to catch up with, and what it writes is overwritten when its drafts are verified, in the same step.
 
-    `ahead`: how many positions a pass is behind the tokens that it reads.  `catch_up`: tokens that the draft model
-    computes in a step beside drafts, for which the step's other requests wait.  `keeps_drafted`: what drafts that stay
-    have left in its pages is what their tokens would.
+    `catch_up`: tokens that the draft model computes in a step beside drafts, for which the step's other requests wait.
+    `keeps_drafted`: what drafts that stay have left in its pages is what their tokens would.
     """
 
-    ahead = 0
     catch_up = 512
     keeps_drafted = True
 
@@ -95,7 +93,7 @@ class DraftModel(RunnerFeature):
         rows = rows[plan.draft_token_ids[starts[rows]] == DRAWN]
         slots, counts = plan.slots[rows], plan.num_drafts[rows]
         # positions before the drafts
-        lengths = plan.num_computed[rows] + plan.num_tokens[rows] - counts - self.ahead
+        lengths = plan.num_computed[rows] + plan.num_tokens[rows] - counts - self._draft.ahead
         computed, sizes = self._missing(plan.num_computed[rows], slots, lengths)
         ready = computed + sizes == lengths
         num_tokens, num_passes = 0, 0
@@ -157,7 +155,7 @@ class DraftModel(RunnerFeature):
         num_logits = has_logits.astype(np.int32)
         plan = StepPlan(0, slots, sizes, computed, np.zeros_like(sizes), num_logits, NO_IDS)
         logits = self._served_logits(self._backend.draft_logits(plan))
-        lengths = (computed + sizes + self.ahead)[has_logits].astype(np.int64)
+        lengths = (computed + sizes + self._draft.ahead)[has_logits].astype(np.int64)
         drawn_for = slots[has_logits]
         if len(drawn_for) == 0:
             return NO_IDS

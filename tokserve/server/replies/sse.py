@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 CLIENT_FAULTS = ("forbidden", "grammar_limit")  # stop details of errors caused by the request's parameters
-SERVERS_DOING = ("abort_pause", "abort_quarantine", "shutdown")  # those of ends that the client has not caused
+NOT_THE_CLIENTS = ("abort_pause", "abort_quarantine", "shutdown")  # ends that the client has not caused
 LARGE = 1 << 14  # bytes of columns that take milliseconds to render
 PARTED = 1 << 16  # bytes of the columns of a whole reply that is sent while it is rendered
 REPEATED = 1 << 21  # bytes of a stream's columns that take milliseconds to render if the last events repeat them
@@ -162,7 +162,7 @@ def request_failure(ends: list[ChoiceOutput]) -> RequestError | None:
 
 def unfinished(end: ChoiceOutput, message: str) -> RequestError:
     """The error of a request that ended without what its reply has; it may be sent again unless its client ended it."""
-    kind = Overloaded if end.stop_detail in SERVERS_DOING else RequestError
+    kind = Overloaded if end.stop_detail in NOT_THE_CLIENTS else RequestError
     return kind(f"{message} ({end.stop_detail})", code=end.stop_detail)
 
 
