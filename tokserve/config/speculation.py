@@ -88,8 +88,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     spec_model: Annotated[
         str | None,
         about(
-            "The same as model in speculative_config: directory or hub name of a smaller model with the "
-            "same vocabulary, which drafts."
+            "The same as model in speculative_config: directory or hub name of what drafts, a smaller model with the "
+            "same vocabulary or an EAGLE-3 head."
         ),
     ] = None
     spec_tokens: Annotated[
