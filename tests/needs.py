@@ -172,6 +172,12 @@ DOCS_BUILDER = Need(
     MIKE.exists,
     "make docs",
 )
+PROMETHEUS = Need(
+    "Prometheus",
+    ("e2e/test_prometheus.py",),
+    lambda: shutil.which("prometheus") is not None,
+    "apt-get install prometheus",
+)
 FILES = Need(
     f"{OPEN_FILES} open files",
     ("e2e/test_overload.py", "e2e/test_soak.py"),
@@ -260,6 +266,7 @@ NEEDS = (
     HATCHLING,
     CHROMIUM,
     DOCS_BUILDER,
+    PROMETHEUS,
     FILES,
     SYSTEMD,
     MAKE,
