@@ -86,7 +86,7 @@ def test_start_serve_and_shut_down(mode: Any, tmp_path: Path) -> None:
         ("refuse", r"^the checkpoint has no such tensor$"),
         ("crash", "the engine failed to start: KeyError: 'x'; its log says more"),
         ("exit", "the engine failed to start: the engine process ended with exit code 3"),
-        ("mute", r"was not ready after 0.5 s \(start_timeout\)"),
+        ("mute", r"was not ready within 0.5 s \(start_timeout\)"),
     ],
 )
 def test_a_failed_start_raises_the_reason(mode: Any, name: str, message: str) -> None:
@@ -234,11 +234,11 @@ def test_it_starts_once(mode: Any) -> None:
         llm = AsyncLLM.from_config(config(tokens_only=True))
         await llm.start()
         first = pid_of(llm)
-        with pytest.raises(StartError, match="starts once"):
+        with pytest.raises(StartError, match="started only once"):
             await llm.start()
         assert pid_of(llm) == first and llm.dead is None
         await llm.shutdown()
-        with pytest.raises(StartError, match="starts once"):
+        with pytest.raises(StartError, match="started only once"):
             await llm.start()
 
     asyncio.run(scene())

@@ -107,4 +107,4 @@ def test_without_a_successor_an_update_is_rolled_back(server: Server) -> None:
 
     asyncio.run(waits())
     assert server.post("/abort_weight_update", {}).status_code == 200
-    assert any("nothing was heard of it for" in line for line in server.log)
+    assert any("no call came for" in line for line in server.log)

@@ -358,7 +358,7 @@ def test_a_sender_that_disconnects_fails_the_update(lab: Lab) -> None:
         sock.sendall("\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body[: len(body) // 2])
     while lab.state()["state"] == "updating":
         pass
-    assert "sender left" in lab.state()["reason"] and lab.serves(0)
+    assert "client closed the connection" in lab.state()["reason"] and lab.serves(0)
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def test_an_update_is_rolled_back_when_its_lease_expires() -> None:
     passes(engine, 1)
     assert state(engine) == "running" and engine.executor.staged is None
     failure = engine.core.control.status().failure
-    assert failure == "nothing was heard of it for 600 s (its lease: 600 s)"
+    assert failure == "no call came for 600 s (its lease is 600 s)"
     late = ask(engine, "finish_weight_update")
     assert late.status == 409 and failure in str(late.error)
     assert update(engine, "w3", "three").error is None

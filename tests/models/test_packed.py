@@ -254,7 +254,7 @@ def test_parts_pushed_in_any_order_give_the_same_bits(tmp_path: Path, case: str)
 def test_weights_in_such_a_form_are_not_made_random(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "q", HF, seed=1)
     write(directory, *CASES["awq"])
-    with pytest.raises(RequestError, match="random weights cannot take the place"):
+    with pytest.raises(RequestError, match="random weights cannot replace"):
         Staging(opened(directory).blank()).draw(1)
 
 

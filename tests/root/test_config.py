@@ -97,7 +97,7 @@ def test_adapters_of_the_start(checkpoint: Path) -> None:
     ],
 )
 def test_options_of_text_need_a_tokenizer(checkpoint: Path, option: dict[str, object]) -> None:
-    with pytest.raises(StartError, match=f"{next(iter(option))} has no use with tokens_only"):
+    with pytest.raises(StartError, match=f"{next(iter(option))} has no effect with tokens_only"):
         resolve(Config.make(model=str(checkpoint), tokens_only=True, **option))
 
 
@@ -247,7 +247,7 @@ def test_a_model_without_a_head_pools(tmp_path: Path) -> None:
         write(tmp_path, architectures=[name], max_position_embeddings=64)
         assert resolve(Config.make(model=str(tmp_path))).model.runner == runner
     write(tmp_path, architectures=["Qwen3Model"], max_position_embeddings=64)
-    with pytest.raises(StartError, match="option runner: the model has no head for tokens"):
+    with pytest.raises(StartError, match="option runner: the checkpoint has no language-model head"):
         resolve(Config.make(model=str(tmp_path), runner="generate"))
 
 
@@ -650,7 +650,7 @@ def test_speculation_that_is_not_served(checkpoint: Path, options: dict[str, Any
     [
         ({}, "data_parallel_backend ray needs cpu_threads: the CPUs that each engine gets of the cluster"),
         ({"cpu_bind": "0"}, "option cpu_bind: CPUs of another node cannot be named (data_parallel_backend ray)"),
-        ({"cpu_threads": 99, "api_server_count": 2}, "data_parallel_backend ray goes with api_server_count 1"),
+        ({"cpu_threads": 99, "api_server_count": 2}, "data_parallel_backend ray requires api_server_count 1"),
     ],
 )
 def test_what_engines_on_other_nodes_refuse(options: dict[str, Any], message: str) -> None:

@@ -161,7 +161,7 @@ def test_a_delta_in_parts_that_were_made_before_its_checksum_was_known(tmp_path:
             served.commit("1")
             served.pushed.commit({name: one for part in parts for name, one in part.items()}, sums, label)
             return served.assert_exact()
-        with pytest.raises(RequestError, match="it says 000" if checksum else "nothing says which checksum"):
+        with pytest.raises(RequestError, match="it says 000" if checksum else "the delta's result is missing"):
             served.runner.background("finish_update", {"checksum": checksum})
         served.runner.background("abort_update", {})
 
@@ -187,7 +187,7 @@ def test_an_update_has_one_label_and_each_tensor_once(tmp_path: Path, monkeypatc
         delta_sources, "receive_tensors", lambda _, named, packed: [(name, next(sent)) for name, *_ in named]
     )
     announced = msgspec.convert({key: value * 2 for key, value in info.items()}, Announcement)
-    with pytest.raises(RequestError, match=f"{first} comes twice"):
+    with pytest.raises(RequestError, match=f"{first} was sent twice"):
         delta_sources.from_group(cast(DeltaStaging, staging), announced, cast(Any, None))
     served.runner.background("abort_update", {})
 

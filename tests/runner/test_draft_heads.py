@@ -474,7 +474,7 @@ def test_a_float8_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("changes", "message"),
     [
         ({"hidden_size": 32}, "has states of 32 elements, and the served model's have 64"),
-        ({"vocab_size": 400}, "is for a vocabulary of 400, and there are 320"),
+        ({"vocab_size": 400}, "is for a vocabulary of 400, and the model's has 320"),
         ({"num_hidden_layers": 2}, "must have one layer"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}}, r"reads the states of layers \[0, 1, 3\]"),
         ({"draft_vocab_size": 199}, "lm_head.weight"),

@@ -93,7 +93,7 @@ def test_the_identity_is_of_the_weights_and_not_of_the_context(tmp_path: Path) -
     [
         ({"enable_prefix_caching": False}, "enable_prefix_caching"),
         ({"kv_offloading_size": 1e-9}, "one KV block has"),
-        ({"kv_offloading_size": 1e9}, "cannot be had"),
+        ({"kv_offloading_size": 1e9}, "cannot be allocated"),
         ({"model_impl": "transformers"}, "transformers"),
     ],
 )

@@ -27,7 +27,7 @@ def test_an_unfinished_part_of_a_profile_is_reported_and_deleted(tmp_path: Path,
     runner = SimpleNamespace(spans=Spans(), backend=None, admin=SimpleNamespace(capture=lambda: None))
     profiler = RunnerProfiler(cast(Any, SimpleNamespace(runner=runner)))
     profiler._torch = SimpleNamespace(export_chrome_trace=export)
-    with pytest.raises(RequestFailed, match=r"torch's part of it is not whole \(\d+ bytes are free in "):
+    with pytest.raises(RequestFailed, match=r"torch's trace is incomplete \(\d+ bytes are free in "):
         profiler.write(str(tmp_path / "a.json"), False, [], [])
     assert not list(tmp_path.iterdir())
 

@@ -635,4 +635,6 @@ def test_a_form_and_a_turn_to_be_continued_exclude_each_other(name: str) -> None
     body |= {"output_config": {"format": form}} if name == "output_config" else {"output_format": form}
     answer = chat_site("a").post("/v1/messages", body)
     assert answer.status_code == 400
-    assert "cannot be continued" in answer.json()["error"]["message"] and name in answer.json()["error"]["message"]
+    assert (
+        "applies to a whole answer" in answer.json()["error"]["message"] and name in answer.json()["error"]["message"]
+    )

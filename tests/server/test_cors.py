@@ -108,8 +108,8 @@ def test_a_page_that_leaves_ends_its_stream() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"allowed_origins": ["http://a/"]}, "'http://a/' is no origin"),
-        ({"allowed_origins": ["a.example"]}, "'a.example' is no origin"),
+        ({"allowed_origins": ["http://a/"]}, "'http://a/' is not an origin"),
+        ({"allowed_origins": ["a.example"]}, "'a.example' is not an origin"),
         ({"allowed_headers": ["X-A"]}, "allowed_headers needs allowed_origins"),
         ({"allow_credentials": True}, "allow_credentials needs allowed_origins"),
     ],

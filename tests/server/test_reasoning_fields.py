@@ -137,8 +137,8 @@ def test_generate_counts_tokens_of_reasoning(sites: dict[tuple[str, bool], Site]
     both = s.post(CHAT, BODY | {"return_meta_info": True}).json()["choices"][0]["meta_info"]
     assert both["reasoning_tokens"] == 4  # the prompt opens the thought
     for fields, words in (
-        ({"sampling_params": {"regex": "a"}}, "a form"),
-        ({"sampling_params": [{"regex": "a"}], "text": ["x"]}, "a form"),
+        ({"sampling_params": {"regex": "a"}}, "structured output applies"),
+        ({"sampling_params": [{"regex": "a"}], "text": ["x"]}, "structured output applies"),
     ):
         refused = s.post(GENERATE, {"text": "x", "require_reasoning": True} | fields)
         assert refused.status_code == 400 and words in refused.text and "require_reasoning" in refused.text

@@ -463,7 +463,7 @@ def test_without_the_option_nothing_is_kept() -> None:
 def test_a_server_without_text_keeps_no_sessions() -> None:
     from tokserve.config.resolve import resolve
 
-    with pytest.raises(StartError, match="option sessions: conversations need a tokenizer"):
+    with pytest.raises(StartError, match="option sessions: needs a tokenizer"):
         resolve(Config.make(model="demo", sessions=True, tokens_only=True))
 
 

@@ -112,7 +112,7 @@ class EngineClient:
     def launch(self) -> None:
         """Start an engine process.  Raises StartError."""
         if self._engine is not None or self._closing:
-            raise StartError("an AsyncLLM starts once; make another")
+            raise StartError("an AsyncLLM can be started only once; create another")
         self._engine = self._process()
 
     async def joined(self) -> Ready:
@@ -141,7 +141,7 @@ class EngineClient:
             async with asyncio.timeout(timeout):
                 return await engine.located()
         except TimeoutError:
-            raise StartError(f"the engine had no place to run after {timeout:g} s (start_timeout)") from None
+            raise StartError(f"no machine had resources for the engine within {timeout:g} s (start_timeout)") from None
 
     @property
     def engine(self) -> EngineHandle:
@@ -185,7 +185,7 @@ class EngineClient:
             async with asyncio.timeout(timeout):
                 ready = await self._starting
         except TimeoutError:
-            raise StartError(f"the engine was not ready after {timeout:g} s (start_timeout)") from None
+            raise StartError(f"the engine was not ready within {timeout:g} s (start_timeout)") from None
         if socket is not self._socket:
             reason = self.down.private if self.down else "it ended at once"
             raise EngineGone(see_log(f"the engine failed to start: {reason}"))
@@ -485,7 +485,7 @@ class EngineClient:
             async with asyncio.timeout(timeout):
                 await self._call("take_over", {"last": last})
         except TimeoutError:
-            raise StartError(f"the engine was not what the last one was after {timeout:g} s (start_timeout)") from None
+            raise StartError(f"the new engine has no state after {timeout:g} s (start_timeout)") from None
 
     def rejoin(self, address: str, pid: int) -> None:
         """Another engine has replaced the one that was joined: use it when it is ready."""

@@ -33,7 +33,7 @@ REPETITIONS = 4096  # entries that a list of token ids may have even if the voca
 MAX_ID = 1024
 MAX_EXTRA = 1 << 16  # bytes of extra_args: each choice carries them
 S = TypeVar("S", bound=msgspec.Struct)
-POOLS = "the model makes vectors here (--runner pooling), not tokens"
+POOLS = "this server computes vectors (--runner pooling) and generates no tokens"
 NO_TOKENIZER = "this server has no tokenizer (--tokens-only)"
 
 

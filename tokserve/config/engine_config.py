@@ -92,7 +92,7 @@ def reserved_devices(runtime: RuntimeConfig) -> dict[str, int]:
     if runtime.device == "cuda":
         return {"num_cpus": 1, "num_gpus": 1}
     if runtime.cpu_threads is None:
-        raise StartError("give cpu_threads, the CPUs that Ray reserves for each engine, or device cuda")
+        raise StartError("option cpu_threads: Ray needs the number of CPUs of each engine (or device cuda)")
     return {"num_cpus": runtime.cpu_threads}
 
 

@@ -169,7 +169,7 @@ def transfer_store(fields: dict[str, Any] | None) -> KVStorePlan | None:
         return KVStorePlan(memory_bytes=CONNECTOR_MEMORY)
     options = _extra(config, OffloadingOptions)
     if options.offload_prompt_only:
-        raise StartError(f"{OPTION}: offload_prompt_only true is not supported: blocks of outputs are kept too")
+        raise StartError(f"{OPTION}: offload_prompt_only true is not supported: blocks of outputs are always kept, too")
     tier = options.secondary_tiers[0] if options.secondary_tiers else None
     return KVStorePlan(
         memory_bytes=options.cpu_bytes_to_use,

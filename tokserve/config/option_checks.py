@@ -78,14 +78,14 @@ def _check_server(config: Config) -> None:
     if logs.otlp_traces_endpoint and not logs.otlp_traces_endpoint.startswith(("http://", "https://")):
         raise StartError(f"option otlp_traces_endpoint: expected an http URL, got {logs.otlp_traces_endpoint!r}")
     if config.parallel.data_parallel_size > 1 and server.api_server_count > 1:
-        raise StartError("data_parallel_size above 1 goes with api_server_count 1")
+        raise StartError("data_parallel_size above 1 requires api_server_count 1")
     if config.parallel.data_parallel_backend == "ray" and server.api_server_count > 1:
-        raise StartError("data_parallel_backend ray goes with api_server_count 1")
+        raise StartError("data_parallel_backend ray requires api_server_count 1")
     if server.tool_parser_plugin is None:  # whose names are known when it is loaded
         parsers.check_parsers(server.tool_call_parser, server.reasoning_parser)
     for name in OF_TEXT if server.tokens_only else ():
         if (value := getattr(server, name)) and value not in ("auto", "none"):
-            raise StartError(f"{name} has no use with tokens_only")
+            raise StartError(f"{name} has no effect with tokens_only: leave it out")
 
 
 def _check_cors(cors: CorsConfig) -> None:
@@ -96,7 +96,9 @@ def _check_cors(cors: CorsConfig) -> None:
                 raise StartError(f"option {name} needs allowed_origins")
     for origin in cors.allowed_origins or []:
         if origin not in (ANY, "null") and not ORIGIN.fullmatch(origin):
-            raise StartError(f"option allowed_origins: {origin!r} is no origin (http://HOST:PORT, without a path) or *")
+            raise StartError(
+                f"option allowed_origins: {origin!r} is not an origin: http://HOST:PORT without a path, or *"
+            )
 
 
 def _check_ranks(config: Config) -> None:
@@ -105,15 +107,15 @@ def _check_ranks(config: Config) -> None:
     if parallel.node_rank >= parallel.nnodes:
         raise StartError(f"option node_rank: must be below nnodes {parallel.nnodes}, got {parallel.node_rank}")
     if parallel.headless != (parallel.node_rank > 0):
-        raise StartError("option headless: is for the machines with a node_rank above 0, and for all of them")
+        raise StartError("option headless: must be given on the machines with a node_rank above 0, and only there")
     if parallel.num_ranks % parallel.nnodes:
         raise StartError(
             f"option nnodes: {parallel.num_ranks} ranks cannot be divided among {parallel.nnodes} machines"
         )
     if parallel.nnodes > 1 and parallel.data_parallel_size > 1:
-        raise StartError("option nnodes: several engines (data_parallel_size) run on one machine")
+        raise StartError("option nnodes: must be 1 with data_parallel_size above 1: several engines run on one machine")
     if parallel.nnodes > 1 and parallel.master_key_file is None and not is_local(parallel.master_addr):
-        raise StartError("option master_key_file: is needed, as other machines can reach master_addr")
+        raise StartError("option master_key_file: is required, because other machines can reach master_addr")
     if parallel.distributed_executor_backend == "ray":
         if parallel.num_ranks == 1:
             raise StartError(
@@ -121,7 +123,7 @@ def _check_ranks(config: Config) -> None:
                 "pipeline_parallel_size are 1; data_parallel_backend ray places engines"
             )
         if parallel.nnodes > 1:
-            raise StartError("option nnodes: with distributed_executor_backend ray, Ray knows the machines")
+            raise StartError("option nnodes: Ray chooses the machines (distributed_executor_backend ray): leave it out")
     if parallel.num_ranks == 1:
         return
     if parallel.data_parallel_backend == "ray":
@@ -138,9 +140,9 @@ def _check_ranks(config: Config) -> None:
 def check_encoder(config: Config) -> None:
     """Raise StartError for an option that is of no use to a model that reads both ways."""
     if config.lora.enable_lora:
-        raise StartError("option enable_lora: a model that reads both ways takes no adapters")
+        raise StartError("option enable_lora: adapters are not supported for a bidirectional encoder")
     if config.model.model_impl == "transformers":
-        raise StartError("option model_impl: a model that reads both ways is not served by transformers' module")
+        raise StartError("option model_impl: transformers is not supported for a bidirectional encoder")
     budget, length = config.scheduler.token_budget, config.model.max_model_len or 0
     if budget < length:
         raise StartError(

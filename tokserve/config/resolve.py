@@ -155,11 +155,11 @@ def model_name(config: Config) -> str:
 def _runner(runner: str, directory: Path, hf: dict[str, Any]) -> Any:
     classifies = is_classifier(hf)
     if runner == "generate" and classifies:
-        raise StartError("option runner: the model is a classifier (config.json: architectures), it makes no tokens")
+        raise StartError("option runner: the model is a classifier and cannot generate; use pooling")
     if runner == "generate" and encoder_family(hf) is not None:
-        raise StartError("option runner: the model reads both ways (config.json: architectures), it makes no tokens")
+        raise StartError("option runner: the model is a bidirectional encoder and cannot generate; use pooling")
     if runner == "generate" and is_base(hf):
-        raise StartError("option runner: the model has no head for tokens (config.json: architectures)")
+        raise StartError("option runner: the checkpoint has no language-model head and cannot generate; use pooling")
     if runner != "auto":
         return runner
     pools = classifies or is_base(hf) or encoder_family(hf) is not None or (directory / "modules.json").is_file()

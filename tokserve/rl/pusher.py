@@ -298,7 +298,7 @@ class Pusher:
         known, others = offered.known, offered.others
         if others or known.keys() != server.described.keys():
             lost = sorted([*others, *(server.described.keys() - known.keys())])
-            raise ValueError(f"the server's tensors are other ones: {', '.join(lost[:5])}")
+            raise ValueError(f"the server has other tensors: {', '.join(lost[:5])}")
         directory.anchor_every = anchor_every
         self._directories[target] = directory, None  # until it is written
         if pushed is None:

@@ -143,7 +143,7 @@ def _model(target: Device | Accelerator, ranks: Ranks, config: Config) -> Decode
     }
     if is_classifier(hf) and (options.model_impl == "transformers" or not is_known(hf)):
         decoder_spec(hf)  # raises StartError
-        raise StartError("option model_impl: a classifier is not served by transformers' module")
+        raise StartError("option model_impl: transformers is not supported for classifiers")
     if options.model_impl == "transformers" or (options.model_impl == "auto" and not is_known(hf)):
         if ranks.size > 1:
             raise StartError(

@@ -151,7 +151,7 @@ def _as_chat(serving: Serving, request_body: CountTokensBody) -> ChatRequest:
     if conversation.is_to_be_continued and fields["response_format"] is not None:
         field = "output_config.format" if request_body.output_format is None else "output_format"
         raise RequestError(
-            f"{field}: a final message of the assistant cannot be continued in this format, which begins anew",
+            f"{field}: applies to a whole answer, and a final message of the assistant is already part of it",
             field=field,
         )
     tools.check_tools(fields["tools"], fields["tool_choice"])

@@ -237,7 +237,7 @@ async def call_of(route: RouteCall[ChatBody], source: str = "messages", *, repli
         reads = (template.reads(name, body.chat_template, bool(body.tools)) for name in variables)
         if source != "messages" or not any(reads):
             if serving.config.server.strict:
-                raise RequestError(f"{field}: nothing of this prompt depends on it", field=field)
+                raise RequestError(f"{field}: has no effect on this prompt", field=field)
             ignored.append(field)
     start = AnswerStart()
     if plan.thinking is not None:

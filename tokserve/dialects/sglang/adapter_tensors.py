@@ -112,7 +112,7 @@ def _packed(metadata: list[BucketEntry], content: bytes, field: str) -> bytes:
         if dtype is None:
             raise RequestError(f"{field}.metadata: unsupported dtype {entry.dtype[:100]!r}", field=field)
         if entry.name in header:
-            raise RequestError(f"{field}.metadata: {entry.name[:200]} comes twice", field=field)
+            raise RequestError(f"{field}.metadata: {entry.name[:200]} was sent twice", field=field)
         offsets = [entry.start_idx, entry.end_idx]
         header[entry.name] = {"dtype": dtype, "shape": entry.shape, "data_offsets": offsets}
     packed = msgspec.json.encode(header)

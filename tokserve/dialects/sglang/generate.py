@@ -138,7 +138,7 @@ def _check_reasoning(serving: Serving, tasks: Sequence[SamplingParams]) -> None:
     if not serving.text or serving.state_of(TextContext).thinking is None:
         errors.refuse_unsupported("require_reasoning", True, reason="it needs --reasoning-parser")
     if any(task.structured_outputs is not None for task in tasks):
-        errors.refuse_unsupported("require_reasoning", True, reason="a form is that of the whole output")
+        errors.refuse_unsupported("require_reasoning", True, reason="structured output applies to reasoning, too")
 
 
 def _reasoning_reader(serving: Serving, params: SamplingParams) -> Callable[[Sequence[int]], SegmentReader] | None:

@@ -217,7 +217,11 @@ class TransformersModel(Decoder):
             except StartError as error:
                 raise StartError(f"{self._name}: {error}") from None
             except KeyError as error:
-                why = "its attention knows no interface" if INTERFACE in str(error) else f"it misses {error}"
+                why = (
+                    "its attention does not use transformers' attention interface"
+                    if INTERFACE in str(error)
+                    else f"it misses {error}"
+                )
                 raise StartError(f"{self._name} cannot be served by --model-impl transformers: {why}") from None
             except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
                 raise StartError(f"{self._name} cannot be served by --model-impl transformers: {error}") from None
@@ -228,7 +232,7 @@ class TransformersModel(Decoder):
                 "layers use transformers' attention interface"
             )
         if not torch.allclose(states[0][-1], states[1][-1], atol=1e-5, rtol=1e-3):
-            raise StartError(f"{self._name} cannot be served: its tokens meet outside of attention, too")
+            raise StartError(f"{self._name} cannot be served: tokens influence each other outside of attention")
         self._check_windows(layers)
 
     def _check_windows(self, layers: int) -> None:
@@ -239,7 +243,9 @@ class TransformersModel(Decoder):
             types = ["sliding_attention"] * layers
         for layer, kind in enumerate(types):
             if kind == "sliding_attention" and not self.context.calls[layer].window:
-                raise StartError(f"{self._name}: the window of layer {layer} does not reach attention")
+                raise StartError(
+                    f"{self._name}: the window of layer {layer} is not passed to transformers' attention interface"
+                )
 
     def _run(self, ids: Tensor, positions: Tensor) -> Tensor:  # [1, T], [T] -> [T, hidden]
         device = ops.torch_device

@@ -66,7 +66,9 @@ def eagle_spec(hf: Mapping[str, Any], served: DecoderSpec) -> EagleSpec:
     if layers != 1:
         raise StartError(f"{WHERE} must have one layer, and its config.json says {layers}")
     if fields.integer("vocab_size") != served.vocab:
-        raise StartError(f"{WHERE} is for a vocabulary of {fields.integer('vocab_size')}, and there are {served.vocab}")
+        raise StartError(
+            f"{WHERE} is for a vocabulary of {fields.integer('vocab_size')}, and the model's has {served.vocab}"
+        )
     count = len(served.blocks)
     inner = hf.get("eagle_config")
     given = (inner if isinstance(inner, dict) else hf).get("eagle_aux_hidden_state_layer_ids")

@@ -144,7 +144,7 @@ def load_draft(config: Config, model: Decoder, load: Callable[[Config], Decoder]
         return None
     if not isinstance(model, DraftingDecoder):
         raise StartError(
-            f"option speculative_config: the method {plan.method} needs a model of this server's own, and this one is "
+            f"option speculative_config: the method {plan.method} needs a built-in model, and this one is "
             f"{model.implementation}'s"
         )
     if plan.model is not None:

@@ -250,5 +250,5 @@ def _common(ready: Sequence[Ready]) -> Ready:
                 hint = "; give --kv-cache-memory-bytes" if name == "max_model_len" else ""
                 raise StartError(f"engine {rank} has {name} {other_value}, and engine 0 {first_value}{hint}")
         if other.facts.get("ops") != first.facts.get("ops"):
-            raise StartError(f"engine {rank} has bound other ops than engine 0; name them with --ops")
+            raise StartError(f"engine {rank} uses other implementations of ops than engine 0; choose them with --ops")
     return msgspec.structs.replace(first, num_blocks=min(one.num_blocks for one in ready))

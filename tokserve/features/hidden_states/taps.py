@@ -28,7 +28,7 @@ def make(context: RunnerContext) -> RunnerFeature | None:
     model = context.runner.model
     if model.implementation != Decoder.implementation:
         raise StartError(
-            f"option max_hidden_state_bytes: a model that is served as {model.implementation} has no hidden states"
+            f"option max_hidden_state_bytes: hidden states are not available from a model of {model.implementation}"
         )
     return HiddenStateTaps(model)
 

@@ -37,7 +37,7 @@ class KVCopies:
     def __init__(self, plan: KVStorePlan, backend: Backend, identify: Callable[[], dict[str, str]]) -> None:
         layout = backend.layout
         if isinstance(backend.device, Accelerator):
-            raise StartError("option kv_offloading_size: pages are copied on a CPU only; this device cannot yet")
+            raise StartError("option kv_offloading_size: is supported only on CPUs so far")
         if not all(isinstance(spec, KVSpec) for spec in layout.specs):
             raise StartError("option kv_offloading_size: a model with recurrent states is not supported")
         self._backend = backend
@@ -52,7 +52,9 @@ class KVCopies:
         try:
             memory = mmap.mmap(-1, self.num_slots * self.slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
-            raise StartError(f"option kv_offloading_size: {plan.memory_bytes} bytes cannot be had: {error}") from None
+            raise StartError(
+                f"option kv_offloading_size: {plan.memory_bytes} bytes cannot be allocated: {error}"
+            ) from None
         self._slots: Bytes = frombuffer(memory, uint8).reshape(self.num_slots, self.slot_bytes)
         self._files = None
         if plan.directory is not None:
@@ -196,7 +198,7 @@ def _check(context: RunnerContext) -> None:
     """Raise StartError for a model or options whose blocks cannot be copied."""
     runner = context.runner
     if not isinstance(runner.model, Decoder) or runner.model.implementation != "tokserve":
-        raise StartError("option kv_offloading_size: not with --model-impl transformers")
+        raise StartError("option kv_offloading_size: is not supported with --model-impl transformers")
     if not context.config.cache.enable_prefix_caching:
         raise StartError("option kv_offloading_size: needs enable_prefix_caching")
     if runner.backend.routed is not None:

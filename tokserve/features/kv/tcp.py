@@ -122,7 +122,7 @@ class BlockServer:
         except msgspec.ValidationError as error:
             raise PeerError(f"a request cannot be read: {error}") from None
         if kind != REQUEST or len(request.keys) > MAX_KEYS:
-            raise PeerError("a request is none")
+            raise PeerError("the message is not a request")
         if request.op == "pull":
             self._send_blocks(channel, request)
         elif request.op == "heartbeat":
@@ -132,7 +132,7 @@ class BlockServer:
             self._on_change()
             channel.send_message(REPLY, {})
         else:
-            raise PeerError("a request is of no known kind")
+            raise PeerError("the kind of the request is unknown")
 
     def _send_blocks(self, channel: PeerChannel, request: PullRequest) -> None:
         """All blocks of a pull, after which the lease is over; it is over too if the peer leaves in between."""

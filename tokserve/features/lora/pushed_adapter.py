@@ -105,7 +105,7 @@ class AdapterStaging:
             return
         entries = {name: Entry(Path(), name, tuple(shape), dtype) for name, shape, dtype in described}
         if twice := sorted(self._announced.keys() & entries.keys()):
-            raise RequestError(f"{twice[0]} comes twice")
+            raise RequestError(f"{twice[0]} was sent twice")
         if entries:
             with _about(None):
                 self._fit.check_tensors(self._announced | entries, self._config, complete=False)
@@ -125,7 +125,7 @@ class AdapterStaging:
 
     def _put(self, name: str, tensor: Tensor) -> None:
         if name in self._changed:
-            raise RequestError(f"{name} comes twice")
+            raise RequestError(f"{name} was sent twice")
         self._changed.add(name)
         self._tensors[name] = tensor
         self.num_bytes += tensor.nbytes
@@ -139,7 +139,10 @@ class AdapterStaging:
         pushed = PushedAdapter(self._config, self._tensors, set_checksum(sums, _described(self._tensors)))
         stated = {one for one in (checksum, None if self._label is None else self._label.checksum) if one}
         if self.is_delta and not stated:
-            raise RequestError("nothing says which checksum the delta's result has", field="checksum")
+            raise RequestError(
+                "the checksum of the delta's result is missing: send it with finish_weight_update, or in the file",
+                field="checksum",
+            )
         for one in stated:
             if one != pushed.checksum:
                 raise Conflict(

@@ -53,7 +53,7 @@ class EncoderSpec(DecoderSpec):
         """The model without weights; arguments as `Decoder` takes them.  Raises StartError."""
         if options.group.size > 1 or stage.count > 1:
             raise StartError(
-                "option tensor_parallel_size or pipeline_parallel_size: a model that reads both ways is not divided"
+                "option tensor_parallel_size or pipeline_parallel_size: a bidirectional encoder runs in one process"
             )
         return Encoder(self, options, head, tables, float8_cache=float8_cache)
 
@@ -74,7 +74,7 @@ class Encoder(Decoder):
         float8_cache: bool = False,
     ) -> None:
         if float8_cache:
-            raise StartError("option kv_cache_dtype: a model that reads both ways has no KV cache")
+            raise StartError("option kv_cache_dtype: a bidirectional encoder has no KV cache")
         super().__init__(spec, options, head, tables, has_tower=False)
         if spec.post_norm:
             self.norm = NoNorm()

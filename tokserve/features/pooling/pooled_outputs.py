@@ -144,7 +144,9 @@ def rules_for(rules: PoolingRules, task: str | None, field: str = "task") -> Poo
         known = ("token_classify",)
     if task not in known:
         does = "embeddings" if isinstance(rules, VectorRules) else f"probabilities of labels ({', '.join(known)})"
-        raise RequestError(f"this model makes {does}; it has no task {task!r}", field=field, code="unsupported")
+        raise RequestError(
+            f"this model computes {does}; it does not support the task {task!r}", field=field, code="unsupported"
+        )
     return rules._replace(tokens=task.startswith("token_"))
 
 

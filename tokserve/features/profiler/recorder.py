@@ -124,7 +124,7 @@ def _parsed(part: Path) -> TorchTrace:
         return msgspec.json.decode(part.read_bytes(), type=TorchTrace)
     except (FileNotFoundError, msgspec.DecodeError) as error:
         free = shutil.disk_usage(part.parent).free
-        raise OSError(f"torch's part of it is not whole ({free} bytes are free in {part.parent})") from error
+        raise OSError(f"torch's trace is incomplete ({free} bytes are free in {part.parent})") from error
 
 
 def _joined(raw: list[msgspec.Raw]) -> Iterator[bytes]:

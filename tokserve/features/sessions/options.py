@@ -74,8 +74,8 @@ def check_sessions(config: Config) -> None:
     """Raise StartError for a server that cannot keep sessions."""
     options = config.options_of(SessionOptions)
     if options.session_dir is not None and not options.sessions:
-        raise StartError("option session_dir: no sessions are kept without --sessions")
+        raise StartError("option session_dir: needs --sessions")
     if options.sessions and config.server.tokens_only:
-        raise StartError("option sessions: conversations need a tokenizer, and --tokens-only loads none")
+        raise StartError("option sessions: needs a tokenizer, and --tokens-only loads none")
     if options.sessions and config.model.runner == "pooling":
-        raise StartError("option sessions: the model makes vectors here (--runner pooling), not tokens")
+        raise StartError("option sessions: needs a model that generates, and --runner pooling computes vectors")

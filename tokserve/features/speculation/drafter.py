@@ -140,9 +140,7 @@ class TextDrafter:
             ids = np.frombuffer(packed, "<i4")
             if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self._vocab_size):
                 field = f"token_ids[{index}]"
-                raise RequestError(
-                    f"{field} has an id that is not in the vocabulary of {self._vocab_size}", field=field
-                )
+                raise RequestError(f"{field} has an id outside the vocabulary of {self._vocab_size}", field=field)
         key = (lora_name, cache_salt, "", _named(draft_group))
         for packed in token_ids:
             self.history.add(key, None, array("i", packed))

@@ -92,7 +92,7 @@ class Weights(CurrentWeights):
         if self.update is None or self.seconds_to_expiry != 0.0:
             return False
         lease = self.update.lease
-        self._fail(self.update, f"nothing was heard of it for {lease.silence:.0f} s (its lease: {lease.seconds:g} s)")
+        self._fail(self.update, f"no call came for {lease.silence:.0f} s (its lease is {lease.seconds:g} s)")
         self._executor.background("abort_update", {})  # the next update's calls come after it
         return True
 
@@ -179,7 +179,7 @@ class Weights(CurrentWeights):
         if lora_name is not None and lora_config is None:
             raise RequestError("lora_config is missing: an adapter needs its adapter_config.json", field="lora_config")
         if (base_version is None) != (base_checksum is None):
-            raise RequestError("a delta has a base_version and a base_checksum", field="base_checksum")
+            raise RequestError("a delta needs both base_version and base_checksum", field="base_checksum")
         yield lambda: self.update is not None or self._is_settled()
         yield from self._until_closed(take_over)
         if lora_config is not None:
@@ -350,7 +350,7 @@ class Weights(CurrentWeights):
         if update.adapter is not None:
             return (yield from self._commit_adapter(update, update.adapter, weight_version, checksum, recompute_kv))
         if checksum is not None and not update.is_delta:
-            raise RequestError("only the result of a delta has a checksum here", field="checksum")
+            raise RequestError("checksum is only for deltas, and this update is not a delta", field="checksum")
         update.recompute_kv = recompute_kv
         return (yield from self._commit(update, weight_version, checksum=checksum))
 

@@ -79,7 +79,7 @@ class DeltaStaging:
     def add(self, name: str, delta: TensorDelta) -> None:
         """Stage the changes of a tensor, whose indices are within it and ascend.  They are kept, not copied."""
         if name in self._changed:
-            raise RequestError(f"{name} comes twice")
+            raise RequestError(f"{name} was sent twice")
         self._changed.add(name)
         self.num_bytes += delta.values.nbytes
         if self._pool is None:
@@ -112,7 +112,10 @@ class DeltaStaging:
         self.checksum = self.coordinates.checksum(self._finished)
         expected = {one for one in (checksum, None if self.label is None else self.label.checksum) if one}
         if not expected:
-            raise RequestError("nothing says which checksum the delta's result has", field="checksum")
+            raise RequestError(
+                "the checksum of the delta's result is missing: send it with finish_weight_update, or in the file",
+                field="checksum",
+            )
         for one in expected:
             if one != self.checksum:
                 raise Conflict(

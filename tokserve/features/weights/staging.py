@@ -107,9 +107,7 @@ class Staging:
     def draw(self, seed: int) -> None:
         """Take random weights, those of `--load-format dummy` with this seed."""
         if self._format.needs != {WHOLE}:
-            raise RequestError(
-                f"random weights cannot take the place of those of a checkpoint in {self._format.name} form"
-            )
+            raise RequestError(f"random weights cannot replace weights that are stored in {self._format.name} form")
         parameters = self._decoder.parameters_by_name()
         for name, tensor in dummy.tensors(parameters, seed):
             self.put(name, tensor)

@@ -215,7 +215,7 @@ class SafetensorsStream:
             self._filled += count
             rest = rest[count:]
         if rest:
-            raise RequestError("the body goes on after the last tensor")
+            raise RequestError("the body has bytes after its last tensor")
 
     def end(self) -> None:
         """No more bytes come."""

@@ -314,15 +314,15 @@ class WeightSync:
         """Random weights, which show what a push that follows leaves out."""
         seed = source[RANDOM_SEED]
         if not isinstance(staging, Staging):
-            raise RequestError("random weights are an update of all weights", field=RANDOM_SEED)
+            raise RequestError("random weights replace all weights: send no delta and no adapter", field=RANDOM_SEED)
         if type(seed) is not int or not 0 <= seed <= INT32_MAX or len(source) > 1:
-            raise RequestError(f"{RANDOM_SEED} must be from 0 to {INT32_MAX}, and stand alone", field=RANDOM_SEED)
+            raise RequestError(f"{RANDOM_SEED} must be from 0 to {INT32_MAX}, and the only field", field=RANDOM_SEED)
         staging.draw(seed)
 
     def _read_directory(self, staging: Staging, source: dict[str, Any]) -> str:
         [(field, name), *others] = source.items()
         if others or not isinstance(name, str):
-            raise RequestError("weight_dir (or path) must be a string, and stand alone", field=field)
+            raise RequestError("weight_dir (or path) must be a string, and the only field", field=field)
         allowed = self._config.allowed_weight_dirs
         directory = sources.allowed_directory(name, allowed, field)
         try:
@@ -393,7 +393,7 @@ class WeightSync:
             if self._stream is None:
                 self._stream = stream, _file_stream(staging)
             if broken:
-                raise RequestError("the sender left before the body's end")
+                raise RequestError("the client closed the connection before the end of the body")
             self._stream[1].feed(chunk)
             if last:
                 self._stream[1].end()

@@ -176,7 +176,7 @@ class Protocol(HttpToolsProtocol):
                 what = "the only transfer-encoding that this server knows is chunked"
                 self._refuse(RequestError(what, code="invalid_http"))
         if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
-            self._refuse(RequestError("a request has one Host header", code="invalid_http"))
+            self._refuse(RequestError("a request must have exactly one Host header", code="invalid_http"))
         if size > MAX_HEAD:
             self._refuse(_head_too_large())
 
@@ -219,7 +219,7 @@ class Protocol(HttpToolsProtocol):
         """Parse the head again without the offer, then the rest."""
         method = self.parser.get_method()
         if method == b"CONNECT":
-            self._hang_up(RequestError("CONNECT is for proxies", code="invalid_http"))
+            self._hang_up(RequestError("CONNECT is not supported: this server is not a proxy", code="invalid_http"))
             return
         lines = [method + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()]
         lines += [name + b": " + value for name, value in self.headers if name not in OFFER]

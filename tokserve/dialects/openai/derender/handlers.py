@@ -30,7 +30,7 @@ async def derender_chat(serving: Serving, request: Request) -> Response:
     request_body = route.body
     if request_body.stream:
         if request_body.generate_response is not None:
-            raise invalid("generate_response", "is a complete reply: a stream has generate_chunk")
+            raise invalid("generate_response", "is for complete replies; with stream: true send generate_chunk")
         return await derender_chunk(route, partial(_chat_stream, serving, request_body))
     if request_body.generate_response is None:
         raise invalid("generate_response", "is required")
@@ -99,7 +99,7 @@ async def derender_completions(serving: Serving, request: Request) -> Response:
     replies = request_body.generate_responses
     if request_body.stream:
         if replies is not None:
-            raise invalid("generate_responses", "are complete replies: a stream has generate_chunk")
+            raise invalid("generate_responses", "is for complete replies; with stream: true send generate_chunk")
         return await derender_chunk(route, partial(_completion_stream, serving, request_body))
     if not replies:
         raise invalid("generate_responses", "must have a reply per prompt")
@@ -141,7 +141,7 @@ def _completion_stream(
     for name in ("prompt_tokens", "prompt_token_ids"):
         entries = getattr(sent, name)
         if entries is not None and len(entries) != 1:
-            raise invalid(name, "must have one entry: a stream is that of one prompt")
+            raise invalid(name, "must have one entry: a stream has one prompt")
     params, prompts = None, []
     if text_body is not None:
         for name in ("echo", "prompt_logprobs"):

@@ -33,8 +33,8 @@ def refuse_unsupported(fields: ConfigReader) -> None:
         if fields.present(name) and (problem := _refusal(fields.values[name])):
             raise fields.refuse(
                 name,
-                f"{problem}; of quantized checkpoints those with float8 (e4m3), MXFP4 (gpt-oss) or integer weights "
-                "(GPTQ, AWQ, compressed-tensors) are supported, and an unquantized one can be quantized as it loads: "
+                f"{problem}; supported are quantized checkpoints with float8 (e4m3), MXFP4 (gpt-oss) or integer "
+                "weights (GPTQ, AWQ, compressed-tensors); an unquantized one can be quantized as it loads: "
                 "--quantization int8",
             )
 

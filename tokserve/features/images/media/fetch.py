@@ -183,7 +183,9 @@ class Fetcher:
         if status != 200:
             raise FetchRefused(f"{field} cannot be fetched: its host answers with status {status}", field=field)
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise self._failed(field, "cannot be fetched: its host compresses what is to come uncompressed")
+            raise self._failed(
+                field, "cannot be fetched: its host sent a compressed reply, and an uncompressed one was requested"
+            )
         kept = bytearray()
         async for chunk in response.aiter_raw():
             count(len(chunk))

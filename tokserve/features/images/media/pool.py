@@ -62,7 +62,7 @@ FAILED = Refusal("the image could not be decoded; the server's log says more", "
 NO_PROCESSOR = Refusal(
     "no processor was free to decode the image; send it again", "media_worker", is_servers_fault=True
 )
-ENDED = Refusal("cannot be decoded: it ends the process that decodes it", UNREADABLE)
+ENDED = Refusal("cannot be decoded: the process that decodes images crashed", UNREADABLE)
 
 
 class _ImageJob:

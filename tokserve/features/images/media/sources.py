@@ -78,7 +78,7 @@ class RequestBytes:
                 self._everything.subtract(size)
                 raise invalid(
                     field,
-                    f"is one image too many: those of a request have at most {self._count.limit} bytes "
+                    f"makes the request's images too large: together they may have {self._count.limit} bytes "
                     "(--max-media-bytes)",
                     code="image_too_large",
                 )
@@ -203,7 +203,7 @@ def _directory(path: str) -> Path:
     except (OSError, RuntimeError) as error:
         raise StartError(f"option allowed_local_media_path: {path!r} cannot be opened: {error}") from None
     if not resolved.is_dir():
-        raise StartError(f"option allowed_local_media_path: {path!r} is no directory")
+        raise StartError(f"option allowed_local_media_path: {path!r} is not a directory")
     return resolved
 
 
