@@ -73,7 +73,8 @@ def test_live_requests_and_their_abort(browser: Browser, server: Server) -> None
         assert int(running) <= 2 < int(choices) <= 100 and actual["first"][3] == "3" and actual["first"][7] == "g"
         browser.wait(lambda: browser.text("#output-rate").strip("0.kM\u2013"), "tokens are counted")
         browser.click("[aria-label='Abort first']")
-        assert {choice["finish_reason"] for choice in first.result(60).json()["choices"]} == {"abort"}
+        ends = {choice["finish_reason"] for choice in first.result(60).json()["choices"]}
+        assert "abort" in ends and ends <= {"abort", "length"}  # length: choices that ended before
         browser.wait(lambda: rows(browser).keys() == {hostile}, "the aborted request is gone")
         browser.click("#abort-all")
         browser.accept()
@@ -130,6 +131,11 @@ def test_sessions_and_the_picture_of_a_tree(browser: Browser, server: Server) ->
         circles = "return [...document.querySelectorAll('#tree circle')].map(c => c.getAttribute('class'))"
         browser.wait(lambda: browser.run(circles) == ["root", "turn", "turn"], "its tree is drawn")
         assert not browser.run("return document.images.length") and browser.console() == []
+        browser.run("document.querySelector('#tree-scroll').focus()")
+        browser.press(ARROW_RIGHT, ARROW_RIGHT)
+        assert browser.text("#turn-note").startswith("t1: ")
+        browser.press(END)
+        assert browser.text("#turn-note").startswith("t2: ")
         browser.click("#sessions button")
         browser.wait(lambda: not browser.run(circles) or "Show" in browser.text("#sessions"), "it is hidden")
 
