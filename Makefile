@@ -33,9 +33,10 @@ PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check
 # The versions that were tested, where no torch is installed; one that is there stays.
 CONSTRAINT = $(if $(wildcard $(VENV)/lib/python*/site-packages/torch/version.py),,--constraint constraints.txt)
 
-# What the quiet compiler has done, every half minute.
+# What the quiet compiler has done, every half minute.  Most files are compiled once for each instruction set.
 PROGRESS = while sleep 30 > /dev/null 2>&1; do \
-  echo "    $$(ls build/cp*/CMakeFiles/*/csrc 2> /dev/null | grep -c '\.o$$') files compiled"; done
+  echo "    $$(ls build/cp*/CMakeFiles/*/csrc 2> /dev/null | grep -c '\.o$$')" \
+    "of $$(cat build/cp*/build.ninja 2> /dev/null | grep -c '^build .*csrc.*\.o: ') object files compiled"; done
 
 GOALS = $(MAKECMDGOALS)
 
@@ -49,7 +50,7 @@ $(VENV)/.serve: $(SOURCES) $(NEEDS_BUILD)
 	  { echo "no C++ compiler: apt-get install g++; or make TOKSERVE_NATIVE=OFF $(GOALS) for slow references in torch"; \
 	    exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "1/3 compiling $(words $(wildcard csrc/*)) files of C++: about four minutes of processor time"
+	@echo "1/3 compiling the C++ kernels for all instruction sets: four to nine minutes of processor time"
 	@$(PROGRESS) & progress=$$!; $(PIP_INSTALL) --no-deps -e .; status=$$?; kill $$progress 2> /dev/null; exit $$status
 	@echo "2/3 installing packages that serving needs, PyTorch among them: docs/getting-started.md has sizes and a smaller build"
 	$(PIP_INSTALL) $(CONSTRAINT) 'tokserve[bench]'

@@ -37,7 +37,9 @@ def send_others(url: str, seed: int, stop: threading.Event) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000")
+    parser.add_argument(
+        "url", nargs="?", default="http://127.0.0.1:8000", help="of the server (default: http://127.0.0.1:8000)"
+    )
     parser.add_argument("--others", type=int, default=64, help="requests that run at the same time (default: 64)")
     parser.add_argument("--repeats", type=int, default=30, help="how often the request is repeated (default: 30)")
     args = parser.parse_args()
