@@ -101,5 +101,5 @@ def test_layers_that_divide_their_work_differently_share_none(monkeypatch: pytes
             HIDDEN, AttentionSpec(HEADS, KV_HEADS, dim, 1.0, RopeSpec(dim, 50.0)), LayerOptions(torch.float32)
         )
         keys = torch.zeros(batch.block_tables.shape[1], *KVSpec(KV_HEADS, dim, "float32").shapes(PAGE)[0])
-        layer.mix(torch.zeros(TOKENS, HEADS, dim), keys, keys, batch, batch)
+        layer.divide(torch.zeros(TOKENS, (HEADS + 2 * KV_HEADS) * dim), keys, batch)
     assert dims == [DIM, 8]

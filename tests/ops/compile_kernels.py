@@ -4,7 +4,7 @@ The driver is replaced by one that names the target, and launching by compiling.
 registers and bytes of stack a thread uses (ptxas), bytes of shared memory, and what its PTX says of the order in which
 it adds up: chains of the matrix unit (or whether warps multiply tiles of 16 rows), the floating-point operations of the
 loop around them, fma and atomics; or, of a kernel that does not compile, the error.  Arguments are the target (sm_90)
-and the numbers of rows that products are compiled for.
+and the numbers of rows that products are compiled for, or "candidates" for kernels on trial instead of all others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from triton.runtime.jit import JITFunction
 
 from tests.ops.samples.wna16 import weights as integer_weights
 from tokserve import ops
-from tokserve.gpu.kernels import launch, wna16
+from tokserve.gpu import candidates
+from tokserve.gpu.kernels import attention, launch, wna16
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
 
@@ -43,6 +44,7 @@ BF16, LONG, INT = torch.bfloat16, torch.int64, torch.int32
 MATMUL = re.compile(
     r"wgmma\.mma_async\S*\.m64n\d+k(\d+)\S* \{([^}]*)\}, (\{[^}]*\}|%\w+), (%\w+), ([^,;]+)[,;]"
 )  # inputs at once, sums, the two operands (registers, or where they are in shared memory), whether it adds to the sums
+WARP_MATMUL = re.compile(r"mma\.sync\.aligned\.m16n8k16\S* (\{[^}]*\}), (\{[^}]*\}), \{[^}]*\}, (\{[^}]*\});")
 PLACE = re.compile(r"(?:add\.s|or\.b|cvt\.u64\.u)(?:32|64)\s+(%\w+), (%\w+)(?:, (-?\d+))?;")  # a register, and past it
 FLOATING = re.compile(r'= "?((?:arith\.\w+f|arith\.select|math\.\w+|tt\.reduce|ttng\.warp_group_dot)\b)')
 
@@ -285,6 +287,24 @@ def gradient_calls(call: dict[str, Any], *, wide_heads: bool) -> None:
         call["attention_gradients"](q, q, k, k, *tree, 0.1, window, softcap)
 
 
+def candidate_calls() -> None:
+    """What candidates change, with all of them in use: attention of a step of an 8B model, of one with a float8 cache,
+    with heads of 256 and with 8 heads to a KV head."""
+    candidates.use(candidates.BY_NAME)
+    call = {name: op.implementations["triton"].call for name, op in OPS.items() if "triton" in op.implementations}
+    rows = 16
+    batch = torch.zeros(rows, 64, dtype=INT), torch.zeros(rows + 1, dtype=INT), torch.zeros(rows, dtype=INT)
+    for heads, kv_heads, dim, dtype in (
+        (32, 8, 128, BF16),
+        (32, 8, 128, torch.float8_e4m3fn),
+        (8, 4, 256, BF16),
+        (64, 8, 128, BF16),
+    ):
+        q, caches = torch.empty(rows, heads, dim, dtype=BF16), torch.empty(2, 32, kv_heads, 64, dim, dtype=dtype)
+        work = call["attention_work"](q, caches[0], *batch, 0)
+        call["paged_attention"](q, *caches.unbind(), *batch, 0.1, 0, 1.0, 0.0, None, None, work)
+
+
 def figures(kernel: Any) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -300,6 +320,7 @@ def figures(kernel: Any) -> dict[str, Any]:
         "shared": kernel.metadata.shared,
         "warps": kernel.metadata.num_warps,
         "chains": chains(ptx),
+        "warp_chains": warp_chains(ptx),
         "loop": loop(kernel.asm["ttgir"]) if "wgmma" in ptx else [],
         "by_warps": bool(re.search(r"mma\.sync\.aligned\.m16n8k16\S*\.f32\.bf16", ptx)),
         "waits": "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx,
@@ -332,6 +353,19 @@ def chains(ptx: str) -> list[dict[str, Any]]:
             }
         )
     return described
+
+
+def warp_chains(ptx: str) -> list[dict[str, Any]]:
+    """Facts of the chains of mma.sync, alike ones once: their length, and how many orders of the left operands they
+    have."""
+    ends: dict[str, list[str]] = {}  # left operands of the chains so far, by the sums that they have reached
+    for sums, left, begin in WARP_MATMUL.findall(ptx):
+        ends[sums] = [*ends.pop(begin, []), left]
+    lengths = sorted({len(chain) for chain in ends.values()})
+    return [
+        {"length": length, "orders": len({tuple(chain) for chain in ends.values() if len(chain) == length})}
+        for length in lengths
+    ]
 
 
 def resolve(registers: dict[str, tuple[str, int]], name: str) -> tuple[str, int]:
@@ -379,11 +413,15 @@ if __name__ == "__main__":
     driver.set_active(NamesTheTarget(target))
     JITFunction.run = compile_only
     number = int(target.removeprefix("sm_"))
-    calls(
-        [int(size) for size in sys.argv[2:]],
-        has_float8=number >= 89,
-        is_dependent=number >= 90,
-        wide_heads=number != 90,
-    )
+    if sys.argv[2:] == ["candidates"]:
+        launch.multiprocessors = attention.multiprocessors = lambda device: 132  # type: ignore[assignment]
+        candidate_calls()
+    else:
+        calls(
+            [int(size) for size in sys.argv[2:]],
+            has_float8=number >= 89,
+            is_dependent=number >= 90,
+            wide_heads=number != 90,
+        )
     report = {name: figures(kernel) for name, kernel in sorted(compiled.items())}
     json.dump({"kernels": report, "failed": failed}, sys.stdout, indent=1)

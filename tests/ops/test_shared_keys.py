@@ -42,7 +42,7 @@ class DecodeStep:
         if not groups:
             return attend_rows(self.q, *self.caches, *rows, *options)
         work = shared_keys.group_work(self.q, self.caches[0], *rows, 0)
-        assert len(work) == 4 * len(self.lengths) + 1, "it takes another way"
+        assert work.shape == (1, 4 * len(self.lengths) + 1), "it takes another way"
         return shared_keys.paged_attention(self.q, *self.caches, *rows, *options, work)
 
     def runs(self) -> list[list[int]]:
@@ -50,7 +50,7 @@ class DecodeStep:
         starts = torch.arange(len(self.lengths) + 1, device=DEVICE).int()
         work = shared_keys.group_work(self.q, self.caches[0], self.tables, starts, self.lengths, 0)
         count = len(self.lengths)
-        return [part.tolist() for part in work.split([count, count, count, count + 1])]
+        return [part.tolist() for part in work[0].split([count, count, count, count + 1])]
 
 
 def test_a_switch_chooses_it() -> None:
@@ -118,8 +118,16 @@ def test_rows_have_the_bits_that_they_have_alone(
 def test_prompts_and_windows_are_left_to_the_other_kernels() -> None:
     work = OPS["attention_work"].implementations["groups"].call
     step = DecodeStep([[0, 1, 2, 3, 4], [0, 1, 2, 3, 5]], [300, 310], 64, 2, 1)
-    plain = 2 * 3 + 2
     starts = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
-    assert len(work(step.q, step.caches[0], step.tables, starts, step.lengths, 100)) == plain
+    assert work(step.q, step.caches[0], step.tables, starts, step.lengths, 100).dim() == 1
     several = torch.tensor([0, 3, 4], dtype=torch.int32, device=DEVICE)
-    assert len(work(step.q[[0, 0, 0, 1]], step.caches[0], step.tables, several, step.lengths, 0)) == plain
+    assert work(step.q[[0, 0, 0, 1]], step.caches[0], step.tables, several, step.lengths, 0).dim() == 1
+
+
+def test_work_of_one_row_and_one_kv_head_is_not_taken_for_runs() -> None:
+    step = DecodeStep([[0, 1]], [70], 64, 4, 1)
+    rows = (step.tables, torch.tensor([0, 1], dtype=torch.int32, device=DEVICE), step.lengths)
+    work = OPS["attention_work"].implementations["triton"].call(step.q, step.caches[0], *rows, 0)
+    options = (0.25, 0, 0.5, 0.0, None, None)
+    result = shared_keys.paged_attention(step.q, *step.caches, *rows, *options, work)
+    assert torch.equal(result, step.attend(groups=False))

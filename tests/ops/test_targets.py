@@ -163,3 +163,18 @@ def test_gradients_add_up_in_one_order_on_sm_90(compiled: dict[str, Any]) -> Non
         assert not figures["fma"], f"{name} contracts"
         for chain in figures["chains"]:
             assert chain["inputs"] == [16] and chain["adds"] and chain["ascending"], f"{name}: {chain}"
+
+
+@pytest.mark.slow
+def test_candidates_fit_and_multiply_in_one_order_on_sm_90(tmp_path: Path) -> None:
+    report = compile_for("sm_90", ["candidates"], tmp_path)
+    assert not report["failed"]
+    decode = variants(report["kernels"], "decode")
+    assert len(decode) == 4
+    for name, figures in decode.items():
+        assert figures["by_warps"] and figures["waits"] and not figures["fma"], f"{name}: {figures}"
+        assert figures["stack"] <= 48 and figures["shared"] <= 80_000, f"{name}: {figures}"  # two programs fit
+        assert all(chain["orders"] == 1 for chain in figures["warp_chains"]), f"{name}: {figures}"
+    plain = decode["decode"]
+    assert plain["stack"] == 0
+    assert [chain["length"] for chain in plain["warp_chains"]] == [64 // 16, 128 // 16]  # of keys, and of a head

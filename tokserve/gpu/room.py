@@ -5,6 +5,8 @@ from __future__ import annotations
 from tokserve.base.rooms import Room
 
 ROOM = Room(
+    options="tokserve.gpu.options:GpuOptions",
+    check="tokserve.gpu.options:check",
     parts={
         "backend": "tokserve.gpu.cuda:CudaBackend",
         "compile_ahead": "tokserve.gpu.kernels.launch:compile_ahead",

@@ -165,6 +165,7 @@ class Attention:
     ) -> Tensor:  # [T, hidden] -> same, or [n, hidden] of the n tokens of `logits_rows`
         keys, values = batch.kv[layer]
         projected = self.qkv(x, adapters=batch.adapters)
+        self.divide(projected, keys, batch)
         q = ops.norm_rope_store(
             projected,
             self._weight(self.q_norm),
@@ -189,17 +190,25 @@ class Attention:
         mixed = ops.gate_heads(mixed, projected) if self.gated else mixed.view(q.shape[0], self.heads * self.dim)
         return self.out(mixed, adapters=rows.adapters)
 
+    def divide(self, projected: Tensor, keys: Tensor, batch: ForwardBatch) -> None:
+        """Prepare the batch for `mix`, once for all layers of a kind.  This comes before the kernels that make queries
+        of what is projected [T,...]: on a GPU, attention may read it while the kernel that precedes it still runs."""
+        kind = self._kind()
+        if kind not in batch.work:
+            q = projected[:, : self.heads * self.dim].view(-1, self.heads, self.dim)  # its shape counts
+            batch.work[kind] = ops.attention_work(
+                q, keys, batch.block_tables, batch.query_start, batch.seq_lens, self.window
+            )
+
+    def _kind(self) -> tuple[int, int, int, int]:
+        """What the division of the work depends on, besides the batch and the cache."""
+        return self.heads, self.kv_heads, self.dim, self.window
+
     def mix(
         self, q: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch, rows: LogitsRows | ForwardBatch
     ) -> Tensor:  # [n, heads, dim] -> same
         """The values that the queries of the batch, or of some of its `rows`, see, weighted."""
-        kind, work = (self.heads, self.kv_heads, self.dim, self.window), None
-        if rows is batch:
-            if kind not in batch.work:
-                batch.work[kind] = ops.attention_work(
-                    q, keys, batch.block_tables, batch.query_start, batch.seq_lens, self.window
-                )
-            work = batch.work[kind]
+        work = batch.work.get(self._kind()) if rows is batch else None
         return ops.paged_attention(
             q,
             keys,
@@ -231,6 +240,9 @@ class BidirectionalWindow(Attention):
     def __init__(self, hidden: int, spec: AttentionSpec, options: LayerOptions) -> None:
         super().__init__(hidden, spec, options)
         self.ahead = spec.ahead
+
+    def divide(self, projected: Tensor, keys: Tensor, batch: ForwardBatch) -> None:
+        """Nothing is prepared for rows of which each is attended to in parts."""
 
     def mix(
         self, q: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch, rows: LogitsRows | ForwardBatch

@@ -5,7 +5,7 @@ in ascending order.  Both kernels run the same `attend`, in which a row of a til
 whatever the tile's height, so a token has the same bits in decode, in a chunk and in a whole prompt: masked keys get a
 weight of exactly zero and change nothing.
 
-- `work`: once a step, how many splits and tiles come before each row, and counters.
+- `work`: once a step, how many splits and tiles come before each row, counters, and each program's first row.
 - decode (rows with few queries: a token, and its drafts): all (row, KV head, split) lie in a line, which is cut into
   equal runs, one for each program.  A program that has a row's splits from the first on merges them as it goes; one
   that has not leaves each by itself in scratch memory.  The last to finish a row merges what was left, in order.
@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokserve.gpu import candidates
 from tokserve.gpu.kernels.elementwise import tanh
 from tokserve.gpu.kernels.launch import (
     cdiv,
@@ -35,51 +36,28 @@ from tokserve.gpu.kernels.launch import (
     launched,
     multiprocessors,
     next_power_of_2,
+    prefetch,
     tuned,
     wait_for_inputs,
 )
-from tokserve.gpu.kernels.sums import strided_sums
+from tokserve.gpu.kernels.sums import NEG_INF, finite, merge, strided_sums, with_sink
 from tokserve.ops import attention
 
 SPLIT = 256  # keys of one partial softmax; part of the arithmetic
 KEYS = 64  # keys of one tile; part of the arithmetic
 TILE = 64  # query heads of one tile: the minimum of sm_90's matrix unit, with WARPS
+LOW_TILE = 16  # the same for decode by mma.sync
 PROMPT_TILE = 128  # the same in prefill, with as many rows to a warp, if a head has at most WIDE elements
 WIDE = 128
 FLOAT32_KEYS, FLOAT32_TILE = 32, 16  # the same in float32, which has no matrix unit: larger tiles spill
 WARPS = 4
 SCRATCH = 1 << 28  # bytes of partial results that rows with several queries may take; more queries go to prefill
 LEAST_ROWS = 16
+COMPARED = 4096  # rows times programs that one program of `work_kernel` compares at a time, at most
+LINE_BYTES = tl.constexpr(128)  # of the L2 cache
 MERGE_STAGES = tl.constexpr(5)  # splits in flight, the one that is merged included
 LOG2_E = 1.4426950408889634
 LOG2_E_IN_KERNELS = tl.constexpr(LOG2_E)
-NEG_INF = tl.constexpr(float("-inf"))
-
-
-@triton.jit
-def finite(row_max):
-    """-inf (no key visible) becomes 0, so that exp2(-inf - row_max) is 0 and not NaN."""
-    return tl.where(row_max == NEG_INF, 0.0, row_max)
-
-
-@triton.jit
-def merge(acc, row_max, row_sum, part, part_max, part_sum):
-    """Merge two partial softmaxes.  One without keys changes no bit of the other."""
-    new_max = tl.maximum(row_max, part_max)
-    rescale, part_rescale = tl.exp2(row_max - finite(new_max)), tl.exp2(part_max - finite(new_max))
-    return (
-        acc * tl.expand_dims(rescale, -1) + part * tl.expand_dims(part_rescale, -1),
-        new_max,
-        row_sum * rescale + part_sum * part_rescale,
-    )
-
-
-@triton.jit
-def with_sink(acc, row_max, row_sum, sink):
-    """Add a score, in units of powers of two, whose value is zero."""
-    new_max = tl.maximum(row_max, sink)
-    rescale = tl.exp2(row_max - new_max)
-    return acc * rescale[:, None], row_sum * rescale + tl.exp2(sink - new_max)
 
 
 @triton.jit
@@ -157,7 +135,7 @@ def finished(acc, row_max, row_sum, sinks_ptr, head, valid, v_scale, SINKS: tl.c
     return acc / tl.where(valid, row_sum, 1.0)[:, None] * v_scale
 
 
-@triton.jit(do_not_specialize=["rows", "packed", "counters"])
+@triton.jit(do_not_specialize=["rows", "packed", "counters", "programs"])
 def work_kernel(
     start_ptr,
     len_ptr,
@@ -165,13 +143,20 @@ def work_kernel(
     rows,
     packed,
     counters,
+    programs,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
     QUERIES: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
+    PROGRAMS_BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The step's work: splits of decode before each row [R+1], tiles of prefill before each [R+1], counters of zero."""
+    """The step's work: splits of decode before each row [R+1], tiles of prefill before each [R+1], counters of zero
+    [R * Hk], and the row that each program of decode begins with [programs].
+
+    A program of this kernel writes the rows of PROGRAMS_BLOCK programs, the first one all else, too.
+    """
     wait_for_inputs(DEPENDENT)
     index = tl.arange(0, ROWS_BLOCK)
     inside = index < rows
@@ -181,13 +166,20 @@ def work_kernel(
     launch_dependents(DEPENDENT)
     first = tl.maximum(length - queries + 1 - WINDOW, 0) // SPLIT if WINDOW > 0 else tl.zeros_like(length)
     splits = tl.where((queries > 0) & (queries <= packed), (length + SPLIT - 1) // SPLIT - first, 0)
-    tiles = tl.where(queries > packed, (queries + QUERIES - 1) // QUERIES, 0)
-    tl.store(work_ptr + index + 1, tl.cumsum(splits, 0), mask=inside)
-    tl.store(work_ptr + rows + 2 + index, tl.cumsum(tiles, 0), mask=inside)
-    tl.store(work_ptr, 0)
-    tl.store(work_ptr + rows + 1, 0)
-    for at in range(0, counters, ROWS_BLOCK):
-        tl.store(work_ptr + 2 * rows + 2 + at + index, tl.zeros([ROWS_BLOCK], tl.int32), mask=at + index < counters)
+    up_to = tl.cumsum(splits, 0)
+    if tl.program_id(0) == 0:
+        tiles = tl.where(queries > packed, (queries + QUERIES - 1) // QUERIES, 0)
+        tl.store(work_ptr + index + 1, up_to, mask=inside)
+        tl.store(work_ptr + rows + 2 + index, tl.cumsum(tiles, 0), mask=inside)
+        tl.store(work_ptr, 0)
+        tl.store(work_ptr + rows + 1, 0)
+        for at in range(0, counters, ROWS_BLOCK):
+            tl.store(work_ptr + 2 * rows + 2 + at + index, tl.zeros([ROWS_BLOCK], tl.int32), mask=at + index < counters)
+    total = tl.sum(splits, 0) * KV_HEADS
+    run = tl.maximum((total + programs - 1) // programs, 1)
+    program = tl.program_id(0) * PROGRAMS_BLOCK + tl.arange(0, PROGRAMS_BLOCK)
+    passed = (up_to[None, :] <= (program * run // KV_HEADS)[:, None]) & inside[None, :]
+    tl.store(work_ptr + 2 * rows + 2 + counters + program, tl.sum(passed.to(tl.int32), 1), mask=program < programs)
 
 
 @triton.jit
@@ -234,20 +226,41 @@ def decode_kernel(
     TILE: tl.constexpr,
     SINKS: tl.constexpr,
     BOTH_WAYS: tl.constexpr,
-    ROWS_BLOCK: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A run of the rows with few queries: their outputs, or parts [programs,capacity,lines,D] until a row is whole.
 
     A program's part 0 is the merged beginning of the last row in its run, the others are splits of the first row.
+    EARLY: the work was made before the kernel that precedes this one, so that it can be read, and keys of earlier steps
+    be fetched, while that one runs.
     """
+    if EARLY:
+        prefetch_split(
+            k_ptr,
+            v_ptr,
+            table_ptr,
+            start_ptr,
+            len_ptr,
+            work_ptr,
+            rows,
+            table_stride,
+            page_stride,
+            KV_HEADS,
+            DIM,
+            PAGE,
+            WINDOW,
+            SPLIT,
+        )
     wait_for_inputs(DEPENDENT)
+    if EARLY:
+        launch_dependents(DEPENDENT)
     total = tl.load(work_ptr + rows) * KV_HEADS
     run = tl.maximum((total + tl.num_programs(0) - 1) // tl.num_programs(0), 1)
     item = tl.program_id(0) * run
     stop = tl.minimum(item + run, total)
-    row = row_of(work_ptr, rows, item // KV_HEADS, ROWS_BLOCK)
+    row = tl.load(work_ptr + 2 * rows + 2 + rows * KV_HEADS + tl.program_id(0))
     slot = tl.arange(0, TILE)
     column = tl.arange(0, DIM_BLOCK)[None, :]
     while item < stop:
@@ -337,7 +350,46 @@ def decode_kernel(
                 row += (kv_head + 1) // KV_HEADS
         else:
             row += 1
-    launch_dependents(DEPENDENT)
+    if not EARLY:
+        launch_dependents(DEPENDENT)
+
+
+@triton.jit
+def prefetch_split(
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    start_ptr,
+    len_ptr,
+    work_ptr,
+    rows,
+    table_stride,
+    page_stride,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Bring the keys and values of a program's first split, as far as they are of earlier steps, into the L2 cache."""
+    total = tl.load(work_ptr + rows) * KV_HEADS
+    run = tl.maximum((total + tl.num_programs(0) - 1) // tl.num_programs(0), 1)
+    item = tl.program_id(0) * run
+    if item < total:
+        row = tl.load(work_ptr + 2 * rows + 2 + rows * KV_HEADS + tl.program_id(0))
+        base = tl.load(work_ptr + row)
+        count = tl.load(work_ptr + row + 1) - base
+        at = item - base * KV_HEADS
+        end = tl.load(len_ptr + row) - (tl.load(start_ptr + row + 1) - tl.load(start_ptr + row))
+        first_key = tl.maximum(end + 1 - WINDOW, 0) if WINDOW > 0 else 0
+        key = (first_key // SPLIT + at % count) * SPLIT + tl.arange(0, SPLIT)
+        key = tl.maximum(tl.minimum(key, end - 1), 0)
+        block = tl.load(table_ptr + row.to(tl.int64) * table_stride + key // PAGE).to(tl.int64)
+        offset = at // count * page_stride + (block * (KV_HEADS * PAGE) + key % PAGE) * DIM
+        LINE: tl.constexpr = LINE_BYTES // (k_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        for line in tl.static_range(0, DIM, LINE):
+            prefetch(k_ptr + offset + line)
+            prefetch(v_ptr + offset + line)
 
 
 @triton.jit
@@ -489,6 +541,7 @@ class Launch:
 
     keys: int
     tile: int  # of decode
+    shared_tile: int  # of decode, where rows share keys
     prompt_tile: int
     prompt_warps: int
     packed: int  # queries of a row up to which decode takes it
@@ -504,8 +557,9 @@ def divide(q: Tensor, cache: Tensor, block_tables: Tensor) -> Launch:
     single = q.dtype == torch.float32
     least = next_power_of_2(group)
     config = tuned("attention", q.device.index, row_bytes=dim_block * cache.element_size(), group=group)
-    tile = max(FLOAT32_TILE if single else config.get("tile", TILE), least)
-    prompt_tile = max(PROMPT_TILE, least) if dim_block <= WIDE and not single else tile
+    high = max(FLOAT32_TILE if single else config.get("tile", TILE), least)
+    tile = max(LOW_TILE, least) if candidates.is_on("decode_tile") else high
+    prompt_tile = max(PROMPT_TILE, least) if dim_block <= WIDE and not single else high
     max_splits = cdiv(width * page, SPLIT)
     programs = min(config["programs"] * multiprocessors(q.device.index), rows * kv_heads * max_splits)
     capacity = 1 + min(cdiv(rows * kv_heads * max_splits, programs), max_splits)
@@ -513,6 +567,7 @@ def divide(q: Tensor, cache: Tensor, block_tables: Tensor) -> Launch:
     return Launch(
         FLOAT32_KEYS if single else KEYS,
         tile,
+        high,
         prompt_tile,
         WARPS * max(1, prompt_tile // TILE),
         packed,
@@ -531,21 +586,25 @@ def rows_block(rows: int) -> int:
 def divide_work(
     q: Tensor, k_cache: Tensor, block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, window: int
 ) -> Tensor:
-    """[2 (R + 1) + R * Hk] int32, see `work_kernel`."""
+    """[2 (R + 1) + R * Hk + programs] int32, see `work_kernel`."""
     launch, (rows, kv_heads) = divide(q, k_cache, block_tables), (len(seq_lens), k_cache.shape[1])
-    work = seq_lens.new_empty(2 * (rows + 1) + rows * kv_heads)
+    work = seq_lens.new_empty(2 * (rows + 1) + rows * kv_heads + launch.programs)
     if rows:
-        work_kernel[(1,)](
+        block = max(1, COMPARED // rows_block(rows))
+        work_kernel[(cdiv(launch.programs, block),)](
             query_start,
             seq_lens,
             work,
             rows,
             launch.packed,
             rows * kv_heads,
+            launch.programs,
             window,
             SPLIT,
             launch.prompt_tile // (q.shape[1] // kv_heads),
+            kv_heads,
             rows_block(rows),
+            block,
             is_dependent(q.device.index),
             num_warps=4,
             **launched(q.device.index),
@@ -573,6 +632,7 @@ def attend_rows(
     out = q.new_empty(q.shape)
     if tokens == 0:
         return out
+    is_early = work is not None and is_dependent(q.device.index) and candidates.is_on("decode_early")
     if work is None:
         work = divide_work(q, k_cache, block_tables, query_start, seq_lens, window)
     launch, group = divide(q, k_cache, block_tables), heads // kv_heads
@@ -622,9 +682,9 @@ def attend_rows(
         *shape,
         launch.tile,
         *flags,
-        rows_block(rows),
         next_power_of_2(group),
         is_dependent(q.device.index),
+        is_early,
         num_warps=WARPS,
         num_stages=launch.config["decode_stages"],
         **launched(q.device.index),

@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokserve.gpu.kernels.attention import LOG2_E, MERGE_STAGES, NEG_INF, SPLIT, finite, merge
+from tokserve.gpu.kernels.attention import LOG2_E, MERGE_STAGES, SPLIT
 from tokserve.gpu.kernels.dense import BLOCK_K
 from tokserve.gpu.kernels.elementwise import pairing, rotated_heads
 from tokserve.gpu.kernels.launch import EXACT, addresses, cdiv, next_power_of_2, tuned, warps
-from tokserve.gpu.kernels.sums import strided_sums, tree_sum
+from tokserve.gpu.kernels.sums import NEG_INF, finite, merge, strided_sums, tree_sum
 from tokserve.ops import latent
 from tokserve.ops.dense import PackedWeight
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from tokserve.gpu.kernels.attention import (
     LOG2_E,
     MERGE_STAGES,
-    NEG_INF,
     SCRATCH,
     SPLIT,
     WARPS,
@@ -32,11 +31,11 @@ from tokserve.gpu.kernels.attention import (
     divide,
     divide_work,
     finished,
-    merge,
     row_of,
     rows_block,
 )
 from tokserve.gpu.kernels.launch import EXACT, cdiv, next_power_of_2
+from tokserve.gpu.kernels.sums import NEG_INF, merge
 from tokserve.ops import attention
 
 CHUNK = 64  # entries of block tables that are compared at a time
@@ -226,19 +225,25 @@ def shares_keys(launch: Launch, q: Tensor, k_cache: Tensor, block_tables: Tensor
     (tokens, heads, dim), (rows, width), page = q.shape, block_tables.shape, k_cache.shape[2]
     scratch = rows * cdiv(width * page, SPLIT) * heads * dim * 4
     group = heads // k_cache.shape[1]
-    return tokens == rows > 1 and not window and SPLIT % page == 0 and scratch <= SCRATCH and launch.tile >= 2 * group
+    return (
+        tokens == rows > 1
+        and not window
+        and SPLIT % page == 0
+        and scratch <= SCRATCH
+        and launch.shared_tile >= 2 * group
+    )
 
 
 @attention.attention_work.implement("groups", device="cuda")
 def group_work(
     q: Tensor, k_cache: Tensor, block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, window: int
 ) -> Tensor | None:
-    """What `attention` needs, or for a decode step [4 R + 1] int32: see `runs_kernel` and `run_work_kernel`."""
+    """What `attention` needs, or for a decode step [1, 4 R + 1] int32: see `runs_kernel` and `run_work_kernel`."""
     launch, rows, kv_heads = divide(q, k_cache, block_tables), len(seq_lens), k_cache.shape[1]
     if not shares_keys(launch, q, k_cache, block_tables, window):
         return divide_work(q, k_cache, block_tables, query_start, seq_lens, window)
-    members = launch.tile // (q.shape[1] // kv_heads)
-    runs = seq_lens.new_empty(4 * rows + 1)
+    members = launch.shared_tile // (q.shape[1] // kv_heads)
+    runs = seq_lens.new_empty((1, 4 * rows + 1))
     runs_kernel[(cdiv(rows, members),)](
         block_tables,
         query_start,
@@ -276,7 +281,7 @@ def paged_attention(
 ) -> Tensor:
     """The op with the arguments of `attend_rows`; with `work` of `group_work`, keys are read once for a run."""
     (rows, heads, dim), (kv_heads, page) = q.shape, k_cache.shape[1:3]
-    if bidirectional is not None or work is None or len(work) != 4 * len(seq_lens) + 1:
+    if bidirectional is not None or work is None or work.dim() == 1:
         rest: tuple[Any, ...] = (scale, window, v_scale, softcap, sinks, bidirectional, work)
         return attend_rows(q, k_cache, v_cache, block_tables, query_start, seq_lens, *rest)
     launch, group = divide(q, k_cache, block_tables), heads // kv_heads
@@ -309,7 +314,7 @@ def paged_attention(
         launch.keys,
         dim_block,
         softcap > 0.0,
-        launch.tile,
+        launch.shared_tile,
         rows_block(rows),
         num_warps=WARPS,
         num_stages=launch.config["decode_stages"],

@@ -19,10 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tokserve.gpu.kernels import launch
-from tokserve.gpu.kernels.attention import LOG2_E, LOG2_E_IN_KERNELS, NEG_INF, finite
+from tokserve.gpu.kernels.attention import LOG2_E, LOG2_E_IN_KERNELS
 from tokserve.gpu.kernels.elementwise import tanh
 from tokserve.gpu.kernels.launch import EXACT, cdiv, next_power_of_2
-from tokserve.gpu.kernels.sums import strided_sums
+from tokserve.gpu.kernels.sums import NEG_INF, finite, strided_sums
 from tokserve.ops import gradients
 
 NODES = 256  # that are looked at together

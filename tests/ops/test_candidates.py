@@ -1,0 +1,86 @@
+"""Kernels on trial: that each has the bits of what it replaces (in Triton's interpreter), and how they are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tokserve import ops
+from tokserve.base.errors import StartError
+from tokserve.config import Config
+from tokserve.gpu import candidates, trial
+from tokserve.gpu.options import GpuOptions, check
+
+pytest.importorskip("triton")
+
+from tests.ops.test_exact import Paged
+from tests.ops.test_triton import DTYPES, INTERPRETED, on_device
+from tokserve.gpu.kernels import attention
+from tokserve.ops.registry import OPS
+
+
+@pytest.fixture(autouse=True)
+def none_in_use() -> Iterator[None]:
+    candidates.use(())
+    yield
+    candidates.use(candidates.selected(None, ""))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "window"),
+    [(4, 1, 0), pytest.param(2, 2, 100, marks=pytest.mark.slow), pytest.param(20, 1, 0, marks=pytest.mark.slow)],
+)
+def test_low_tiles_of_decode_have_the_bits_of_high_ones(heads: int, kv_heads: int, window: int) -> None:
+    """A token, drafts that fit a low tile and drafts that do not, beside a prompt; 20 heads of a group need 32 rows."""
+    dtype = torch.float16 if INTERPRETED else DTYPES[-1]
+    store = OPS["store_kv"].reference
+    paged = Paged([300, 70, 140, 40], heads, kv_heads, 32, page=64, window=window, dtype=dtype, store=store)
+    paged.attend(lambda q, *rest: q, [(row, 0, length) for row, length in enumerate(paged.lengths)])  # stores
+    call = on_device("paged_attention")
+    spans = [(0, 299, 300), (1, 67, 70), (2, 130, 140), (3, 0, 40)]
+    high = paged.attend(call, spans)
+    candidates.use({"decode_tile"})
+    q = torch.empty(4, heads, 32, dtype=dtype)
+    assert attention.divide(q, paged.caches[0], paged.tables).tile == (16 if heads // kv_heads <= 16 else 32)
+    for one, other in zip(paged.attend(call, spans), high, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_names_come_from_the_option_or_from_the_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "FILE", tmp_path / "tokserve" / "gpu.json")
+    assert candidates.selected(None, "H200") == []
+    candidates.store("H200", ["decode_tile", "of another release"])
+    candidates.store("H100", [])
+    assert candidates.selected(None, "H200") == ["decode_tile"] and candidates.selected(None, "H100") == []
+    assert candidates.selected("none", "H200") == [] and candidates.selected("all", "") == list(candidates.BY_NAME)
+    assert candidates.selected("decode_early, decode_tile", "H200") == ["decode_early", "decode_tile"]
+    candidates.FILE.write_text('["no", "table"]')
+    assert candidates.selected(None, "H200") == []
+
+
+def test_a_start_refuses_a_candidate_that_does_not_exist() -> None:
+    config = Config.make(gpu_candidates="decode_tile")
+    check(config)
+    assert config.options_of(GpuOptions).gpu_candidates == "decode_tile"
+    with pytest.raises(StartError, match="gpu_candidates: unknown candidate 'fast'; there are: decode_tile,"):
+        check(Config.make(gpu_candidates="fast"))
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_start_goes_without_candidates_that_change_bits(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cap(x: torch.Tensor, *rest: float) -> torch.Tensor:
+        return x + (2**-20 if wrong and candidates.is_on("decode_tile") else 0.0)
+
+    monkeypatch.setattr(ops, "cap", cap)
+    candidates.use({"decode_tile", "decode_early"})
+
+    def check() -> list[str]:
+        ops.cap(torch.ones(3, 4), 1.0, 2.0)
+        return []
+
+    assert trial.without_unequal(check) == []
+    assert candidates.in_use() == ([] if wrong else ["decode_tile", "decode_early"])
+    assert ops.cap is cap

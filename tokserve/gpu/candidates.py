@@ -1,0 +1,104 @@
+"""Switches of kernels that no GPU has decided on yet: one table, and what this process uses of it.
+
+A candidate computes the bits of what it replaces; the start of a server compares them on the GPU that it has, and does
+without candidates where they differ.  `benchmarks/gpu_tune.py --candidates` measures each on a card and writes those
+that gain to the user's file, which starts read if `--gpu-candidates` does not name any.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokserve.base.errors import StartError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A switch.  `kernels`: those that it changes; `predicted`: what it is to gain, before a GPU has run it."""
+
+    name: str
+    kernels: tuple[str, ...]
+    predicted: str
+    default: bool = False
+
+
+CANDIDATES = (
+    Candidate(
+        "decode_tile",
+        ("decode",),
+        "attention of a step in tiles of 16 rows: 11.7 -> 9.7 us of one row with 1024 keys; float8 caches 1.6 times as "
+        "fast; heads of 256 twice",
+    ),
+    Candidate(
+        "decode_early",
+        ("decode",),
+        "keys of earlier steps are fetched, and the next kernel begins, before the inputs are there: -1.5 us of 11.7",
+    ),
+)
+BY_NAME = {candidate.name: candidate for candidate in CANDIDATES}
+FILE = Path("~/.config/tokserve/gpu-candidates.json")  # the names of those that are on, by the GPU's name
+_on = {candidate.name for candidate in CANDIDATES if candidate.default}  # in this process
+
+
+def is_on(name: str) -> bool:
+    """Whether this process uses the candidate."""
+    return name in _on
+
+
+def in_use() -> list[str]:
+    """The candidates that this process uses."""
+    return [name for name in BY_NAME if name in _on]
+
+
+def use(names: Iterable[str]) -> None:
+    """Let this process use these candidates and no others.  Graphs keep what they were captured with."""
+    _on.clear()
+    _on.update(names)
+
+
+def selected(names: str | None, gpu: str) -> list[str]:
+    """The candidates that the option names, "all", or "none"; None: those of the user's file for this GPU, or the
+    defaults.  Raises StartError for an unknown name."""
+    if names is None:
+        stored = stored_for(gpu)
+        return [one.name for one in CANDIDATES if one.default] if stored is None else stored
+    if names in ("all", "none"):
+        return list(BY_NAME) if names == "all" else []
+    chosen = [name.strip() for name in names.split(",")]
+    for name in chosen:
+        if name not in BY_NAME:
+            raise StartError(f"option gpu_candidates: unknown candidate {name!r}; there are: {', '.join(BY_NAME)}")
+    return chosen
+
+
+def stored_for(gpu: str) -> list[str] | None:
+    """What the user's file says of this GPU; None if it says nothing.  Names that no longer exist count for nothing."""
+    path = FILE.expanduser()
+    try:
+        names = json.loads(path.read_text(encoding="utf-8")).get(gpu)
+        return None if names is None else [name for name in names if name in BY_NAME]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        logger.warning("%s is not read: %s", path, error)
+        return None
+
+
+def store(gpu: str, names: Iterable[str]) -> Path:
+    """Write the names for this GPU to the user's file; returns its path."""
+    path = FILE.expanduser()
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        stored = {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(stored | {gpu: sorted(names)}, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
+    return path
