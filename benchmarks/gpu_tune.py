@@ -1,11 +1,17 @@
 """Measure launch parameters on this card and write them as entries of the table that the launchers read.
 
     python benchmarks/gpu_tune.py --out OUT.json [--write] [--hidden 4096 --inner 12288 --heads 32 --kv-heads 8]
+    python benchmarks/gpu_tune.py --out OUT.json --candidates [--seconds 500]
 
 Matrix products by rows and outputs (of a layer, and of one a quarter as wide, for small models), attention by head
 size; a candidate whose bits differ from the present one's is left out, as is one that does not fit the card.  All are
 compiled first, by `--jobs` processes.  `--write` puts the entries before the others in tuning.json.  Takes `--seconds`;
 where they end, the best so far stands.
+
+`--candidates` decides on the switches of kernels on trial (`tokserve/gpu/candidates.py`), one after the other: with and
+without a candidate, besides those chosen before it, the cases that it concerns are captured as graphs, their results
+compared, and timed in turns.  One that differs, fails, or does not gain is left out.  The names of the others go to the
+user's file, which starts read; the figures to OUT.json, and as a table to the output.
 """
 
 from __future__ import annotations
@@ -18,16 +24,20 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench_cudagraph
 
 from tokserve import ops
+from tokserve.gpu import candidates
 from tokserve.gpu.kernels import dense, launch
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
@@ -172,6 +182,193 @@ def attention(heads: int, kv_heads: int, dim: int, until: float) -> Entry:
     return {"arch": architecture(), "row_bytes": 2 * dim, "group": heads // kv_heads} | entry
 
 
+@dataclass(frozen=True)
+class Step:
+    """Attention layers of a step of `rows` requests with `keys` tokens each."""
+
+    rows: int
+    keys: int
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    cache: torch.dtype = BF16
+
+    def __str__(self) -> str:
+        kind = "" if self.cache == BF16 else f", cache of {str(self.cache).removeprefix('torch.')}"
+        return f"step of {self.rows} x {self.keys}, heads {self.heads}/{self.kv_heads} of {self.dim}{kind}"
+
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> Callable[[], list[Tensor]]:
+        """LAYERS layers, each with weights and keys of its own, so that neither are in the card's cache.  The returned
+        function runs them: what each adds."""
+        width, page, hidden = -(-self.keys // 64), 64, self.heads * self.dim
+        sizes = ((self.heads + 2 * self.kv_heads) * self.dim, hidden), (hidden, hidden)
+        weights = [[self._weight(*size, device, dtype) for size in sizes] for _ in range(LAYERS)]
+        shape = (LAYERS, 2, self.rows * width, self.kv_heads, page, self.dim)
+        caches = torch.randn(shape, device=device, dtype=dtype).to(dtype if self.cache == BF16 else self.cache)
+        tables = torch.randperm(self.rows * width, device=device).int().view(self.rows, width)
+        starts = torch.arange(self.rows + 1, device=device).int()
+        lengths = torch.full((self.rows,), self.keys, device=device).int()
+        positions = lengths.long() - 1
+        slots = tables[:, -1].long() * page + positions % page
+        angles, norm = torch.randn(self.keys, self.dim, device=device), torch.ones(self.dim, device=device, dtype=dtype)
+        x = torch.randn(self.rows, hidden, device=device, dtype=dtype)
+        batch = (tables, starts, lengths)
+
+        def run() -> list[Tensor]:
+            q = x.view(self.rows, self.heads, self.dim)
+            work = call("attention_work")(q, caches[0, 0], *batch, 0)
+            results, y = [], x
+            for (qkv, out), (k, v) in zip(weights, caches, strict=True):
+                projected = call("linear")(y, qkv, None)
+                q = call("norm_rope_store")(projected, norm, norm, 1e-6, angles, positions, k, v, slots)
+                mixed = call("paged_attention")(q, k, v, *batch, self.dim**-0.5, 0, 1.0, 0.0, None, None, work)
+                y = call("linear")(mixed.view(self.rows, hidden), out, None)
+                results.append(y)
+            return results
+
+        return run
+
+    @staticmethod
+    def _weight(outputs: int, inputs: int, device: torch.device, dtype: torch.dtype) -> ops.PackedWeight:
+        weight = torch.randn(outputs, inputs, device=device, dtype=dtype) * inputs**-0.5
+        return ops.PackedWeight(outputs, inputs, dtype, weight)
+
+
+STEPS_OF_8B = tuple(Step(rows, keys) for rows, keys in ((1, 1024), (1, 8192), (16, 1024), (64, 1024), (256, 1024)))
+OTHER_STEPS = (
+    Step(1, 1024, 16, 8),  # of 0.6B
+    Step(64, 1024, cache=torch.float8_e4m3fn),
+    Step(64, 1024, 8, 4, 256),
+    Step(64, 1024, 64, 8),
+)
+CASES: dict[str, Sequence[Step]] = {  # by candidate
+    "decode_tile": STEPS_OF_8B + OTHER_STEPS,
+    "decode_early": STEPS_OF_8B + OTHER_STEPS,
+}
+LAYERS = 4
+ROUNDS, REPEATS = 9, 8  # turns, and runs of a case in each
+GAIN, LOSS = 0.995, 1.02  # what the mean of the cases' ratios must be below, and each of them
+ERRORS = (TritonError, RuntimeError, ValueError, AssertionError)
+
+
+def in_turns(runs: Sequence[Callable[[], object]]) -> list[float]:
+    """Median seconds of each of these, which take turns."""
+    if torch.cuda.is_available():
+        runs = [captured(run) for run in runs]
+    seconds: list[list[float]] = [[] for _ in runs]
+    for _ in range(ROUNDS):
+        for times, run in zip(seconds, runs, strict=True):
+            times.append(elapsed(run))
+    return [sorted(times)[len(times) // 2] for times in seconds]
+
+
+def captured(run: Callable[[], object]) -> Callable[[], object]:
+    """The launches of REPEATS runs, as a graph."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [run() for _ in range(REPEATS)]
+
+    def replay(kept: object = results) -> None:
+        graph.replay()
+
+    return replay
+
+
+def elapsed(run: Callable[[], object]) -> float:
+    """Seconds of a run."""
+    if not torch.cuda.is_available():
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / REPEATS
+
+
+def compile_cases(cases: Sequence[Step], first: int, jobs: int) -> None:
+    """Run every `jobs`-th case from number `first` on, with all candidates and with none, so that Triton's cache on
+    disk has their kernels."""
+    assert registry.load_extension("cuda") is None
+    for names in ((), tuple(candidates.BY_NAME)):
+        candidates.use(names)
+        for case in cases[first::jobs]:
+            with contextlib.suppress(*ERRORS):
+                case.prepare(torch.device("cuda"), BF16)()
+
+
+def compare(case: Step, base: list[str], name: str, device: torch.device) -> tuple[bool, list[float]]:
+    """Whether the case has the same bits with and without the candidate, and the seconds of both: without, with."""
+    torch.manual_seed(0)
+    run = case.prepare(device, BF16 if device.type == "cuda" else torch.float16)
+
+    def use_and_run(names: list[str]) -> Callable[[], list[Tensor]]:
+        def call_with() -> list[Tensor]:
+            candidates.use(names)
+            return run()
+
+        return call_with
+
+    both = [use_and_run(base), use_and_run([*base, name])]
+    expected, results = (use() for use in both)
+    equal = all(map(torch.equal, expected, results))
+    return equal, in_turns(both) if equal else []
+
+
+def decide(until: float, device: torch.device) -> tuple[list[str], dict[str, Any]]:
+    """The names of the candidates to use, and what was measured of each."""
+    chosen: list[str] = []
+    report: dict[str, Any] = {}
+    for number, name in enumerate(CASES):
+        share = time.monotonic() + (until - time.monotonic()) / (len(CASES) - number)
+        rows: dict[str, Any] = {}
+        equal, error = True, ""
+        for case in CASES[name]:
+            if time.monotonic() > share and rows:
+                break
+            try:
+                same, seconds = compare(case, chosen, name, device)
+            except ERRORS as failure:
+                error = f"{case}: {type(failure).__name__}: {str(failure)[:200]}"
+                break
+            equal &= same
+            rows[str(case)] = [round(one * 1e6, 2) for one in seconds] if same else "bits differ"
+            print(f"{name}: {case}: {rows[str(case)]}", flush=True)
+        ratios = [times[1] / times[0] for times in rows.values() if times != "bits differ"]
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.inf
+        gains = equal and not error and mean < GAIN and max(ratios) < LOSS
+        chosen += [name] if gains else []
+        report[name] = {"equal": equal, "error": error, "ratio": mean, "chosen": gains, "us": rows}
+    candidates.use(())
+    return chosen, report
+
+
+def decide_candidates(out: Path, until: float, jobs: int) -> None:
+    """Measure all candidates; print the table, write the figures and the user's file."""
+    assert registry.load_extension("cuda") is None
+    has_gpu = torch.cuda.is_available()
+    gpu = torch.cuda.get_device_name() if has_gpu else "interpreter"
+    cases = list(dict.fromkeys(case for group in CASES.values() for case in group))
+    if has_gpu:
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+            for job in [pool.submit(compile_cases, cases, first, jobs) for first in range(jobs)]:
+                job.result()
+        print(f"compiled, {until - time.monotonic():.0f} s are left", flush=True)
+    chosen, report = decide(until, torch.device("cuda" if has_gpu else "cpu"))
+    out.write_text(json.dumps({"gpu": gpu, "chosen": chosen, "candidates": report}, indent=1) + "\n")
+    path = candidates.store(gpu, chosen)
+    print("| candidate | bits | time | decision |\n|---|---|---|---|")
+    for name, row in report.items():
+        bits = "equal" if row["equal"] else "DIFFER"
+        decision = "on" if row["chosen"] else f"off {row['error']}".rstrip()
+        print(f"| {name} | {bits} | {row['ratio']:.3f} | {decision} |")
+    print(f"{gpu} will use {', '.join(chosen) or 'none'}: {path}", flush=True)
+
+
 def architecture() -> str:
     """The GPU's architecture, as the table names it."""
     return "sm_{}{}".format(*torch.cuda.get_device_capability())
@@ -193,7 +390,7 @@ def merged(entries: list[Entry]) -> list[Entry]:
     return kept[::-1]
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the entries")
@@ -201,9 +398,13 @@ def main() -> None:
     for name, default in (("hidden", 4096), ("inner", 12288), ("heads", 32), ("kv-heads", 8), ("head-dim", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--seconds", type=float, default=220.0)
+    parser.add_argument("--candidates", action="store_true", help="decide on kernels on trial instead")
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1), help="processes that compile")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     until = time.monotonic() + args.seconds
+    if args.candidates:
+        decide_candidates(args.out, until, args.jobs)
+        return
     assert registry.load_extension("cuda") is None
     qkv = (args.heads + 2 * args.kv_heads) * args.head_dim
     shapes = [

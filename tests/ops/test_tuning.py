@@ -13,7 +13,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tokserve.gpu import candidates
 from tokserve.gpu.kernels import launch
+from tokserve.ops.registry import OPS
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu_tune.py"
 
@@ -65,3 +67,49 @@ def test_written_entries_are_used_and_float8_keeps_its_entries(program: Any) -> 
     assert [launch.tuned("attention", 0, row_bytes=256, group=group)["decode_stages"] for group in (4, 8)] == [9, 3]
     text = launch.TABLE.read_text()
     assert text.count('"bytes": 2') == 3 and json.loads(text)["about"]
+
+
+def small_cases(program: Any) -> dict[str, Any]:
+    step = program.Step(2, 70, 2, 1, 16)
+    return {name: [step] for name in candidates.BY_NAME}
+
+
+def test_every_candidate_has_cases(program: Any) -> None:
+    assert program.CASES.keys() == candidates.BY_NAME.keys()
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_one_command_decides_all_candidates(
+    program: Any, wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A candidate that gains is chosen; one that changes bits, or fails, is not.  The interpreter runs all."""
+    monkeypatch.setattr(program, "CASES", small_cases(program))
+    monkeypatch.setattr(program, "ROUNDS", 1)
+    monkeypatch.setattr(program, "LAYERS", 1)
+    monkeypatch.setattr(program, "in_turns", lambda runs: [3e-6, 2e-6])
+    monkeypatch.setattr(candidates, "FILE", tmp_path / "candidates.json")
+    monkeypatch.setattr(launch, "_architecture", lambda device: "")  # the interpreter's
+    launch.tuned.cache_clear()
+    linear = OPS["linear"].implementations["triton"].call
+
+    def call(name: str) -> Any:
+        if wrong and name == "linear":
+            return lambda *arguments: linear(*arguments) + (1 if candidates.is_on("decode_tile") else 0)
+        if wrong and name == "paged_attention" and candidates.is_on("decode_early"):
+            raise RuntimeError("out of resource")
+        return OPS[name].implementations["triton"].call
+
+    monkeypatch.setattr(program, "call", call)
+    out = tmp_path / "out.json"
+    program.main(["--candidates", "--out", str(out), "--seconds", "60"])
+    expected = [] if wrong else list(candidates.BY_NAME)
+    report = json.loads(out.read_text())
+    assert report["chosen"] == expected and candidates.stored_for("interpreter") == expected
+    printed = capsys.readouterr().out
+    for name, row in report["candidates"].items():
+        assert f"| {name} |" in printed
+        assert row["chosen"] == (not wrong)
+    if wrong:
+        assert report["candidates"]["decode_tile"]["us"] == {"step of 2 x 70, heads 2/1 of 16": "bits differ"}
+        assert "out of resource" in report["candidates"]["decode_early"]["error"]
+    assert candidates.in_use() == []

@@ -99,6 +99,6 @@ def store(gpu: str, names: Iterable[str]) -> Path:
         stored = {}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(stored | {gpu: sorted(names)}, indent=1) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps(stored | {gpu: list(names)}, indent=1) + "\n", encoding="utf-8")
     temporary.replace(path)
     return path

@@ -242,7 +242,7 @@ class BidirectionalWindow(Attention):
         self.ahead = spec.ahead
 
     def divide(self, projected: Tensor, keys: Tensor, batch: ForwardBatch) -> None:
-        """Nothing is prepared for rows of which each is attended to in parts."""
+        """Do nothing: `mix` divides each row into parts, with work of their own."""
 
     def mix(
         self, q: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch, rows: LogitsRows | ForwardBatch
