@@ -1,4 +1,4 @@
-"""A data set of prompts through engines on a Ray cluster, with a progress bar.
+"""A data set of prompts through engines on a Ray cluster, with a progress bar.  Needs Ray (the extra `ray`).
 
     python examples/ray_data_batch.py prompts.jsonl outputs [--model demo] [--replicas 2]
 

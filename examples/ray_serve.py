@@ -1,4 +1,4 @@
-"""tokserve as a Ray Serve application that grows with its load.
+"""tokserve as a Ray Serve application that grows with its load.  Needs Ray (the extra `ray`).
 
     ray start --head
     python examples/ray_serve.py [MODEL] [--most 3]

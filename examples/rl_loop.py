@@ -85,7 +85,7 @@ async def train(client: TokserveClient, args: argparse.Namespace, *, speculate: 
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         await client.update_weights(model.named_parameters(), version=f"{name}-{step + 1}")
-        rows.append((float(scores.mean()), float(loss), steps))
+        rows.append((float(scores.mean()), float(loss.detach()), steps))
         print(
             f"step {step:3}  reward {rows[-1][0]:.3f}  mean |logprob difference| {mismatches[-1]:.1e}  "
             f"loss {rows[-1][1]:.4f}  {steps} engine steps",
