@@ -5,9 +5,11 @@ Triton kernels run in its interpreter, on the CPU; scripts/gpu_check.sh sets TRI
 
 import atexit
 import faulthandler
+import functools
 import gc
 import logging
 import os
+import ssl
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +30,8 @@ WITH_SERVERS = {"bench", "chaos", "conformance", "e2e", "examples", "fuzz", "hos
 THREADED = {"tokens_only", "float32"}  # servers of the session in threads of a test process
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+# httpx reads the certificates of all authorities, 40 ms of processor time, for each client and request without one.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 if os.environ["TRITON_INTERPRET"] == "0":  # kernels are compiled
     MAX_CPU_SECONDS = float("inf")
 

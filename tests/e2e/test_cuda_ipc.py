@@ -64,6 +64,7 @@ def serves(server: Server, factor: float) -> bool:
         return client.compare_weights(scaled(factor)) == []
 
 
+@pytest.mark.slow
 def test_a_push_leads_to_the_weights_of_the_trainer_to_the_bit(driver: dict[str, str], server: Server) -> None:
     (result,) = results(trainer(driver, server.url, 1.125))
     num_bytes = sum(tensor.nbytes for tensor in scaled(1.0).values())
@@ -121,6 +122,7 @@ def refusal(server: Served, update: dict[str, Any]) -> tuple[int, str, str]:
     return answer.status_code, error["param"], error["message"]
 
 
+@pytest.mark.slow
 def test_what_is_not_as_announced_is_refused_by_its_field(driver: dict[str, str], server: Server) -> None:
     children = [child.pid for child in psutil.Process(server.process.pid).children(recursive=True)]
     with shared(driver, server) as (process, update):

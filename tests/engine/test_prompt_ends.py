@@ -152,8 +152,8 @@ def run_groups(seed: int, depth: int) -> Engine:
 @DEPTHS
 def test_random_groups_give_what_their_requests_give_alone(depth: int) -> None:
     copies = preemptions = 0
-    for seed in range(40):
+    for seed in range(16):
         engine = run_groups(seed, depth)
         copies += copied(engine)
         preemptions += engine.stats.preemptions
-    assert copies > 50 and preemptions > 50
+    assert copies > 20 and preemptions > 20

@@ -19,6 +19,7 @@ from tests.ops import pages
 from tests.ops.packing import PACKING, pack_arguments
 from tests.ops.samples import recurrent
 from tests.ops.samples.wna16 import weights
+from tests.tiers import slow_cases
 from tokserve import ops
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
@@ -32,6 +33,9 @@ NAMES = [name for name in OPS if name not in {*PACKING.values(), "pack_int4", "p
 CALLS: dict[str, Callable[..., Any]] = {
     name: op.implementations["cpp"].call for name, op in OPS.items() if name not in NOT_ON_CPU
 }
+
+
+SHAPES = [(1, 1, 1), (65, 31, 130), (64, 4096, 2)]  # outputs, columns, rows
 
 
 @pytest.fixture(autouse=True)
@@ -93,8 +97,7 @@ def test_linear_rows_have_the_same_bits_in_any_tile(isa: str, name: str) -> None
             assert torch.equal(CALLS[name](x[:size], packed, None, torch.float32), result[:size])
 
 
-@pytest.mark.some(3)
-@pytest.mark.parametrize(("rows", "columns", "tokens"), [(1, 1, 1), (65, 31, 130), (200, 1027, 300), (64, 4096, 2)])
+@pytest.mark.parametrize(("rows", "columns", "tokens"), slow_cases([(200, 1027, 300), *SHAPES], *SHAPES))
 def test_int8_has_the_bits_of_the_reference_on_every_instruction_set(rows: int, columns: int, tokens: int) -> None:
     """Odd shapes, more than one block of rows; a weight packed by one set is good for the others."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
