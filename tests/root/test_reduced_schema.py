@@ -43,6 +43,9 @@ SAYS_NOTHING: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"type": "object", "properties": {"title": STRING, "format": STRING, "not": NULL}},
     ),
     ({"enum": [{"title": "T", "format": "x"}]}, {"enum": [{"title": "T", "format": "x"}]}),
+    # programs write null for what they do not use
+    ({"type": "object", "properties": None, "required": None, "additionalProperties": None}, {"type": "object"}),
+    ({"type": None, "enum": None, "items": None, "$ref": None, "const": None}, {"const": None}),
 ]
 
 
@@ -70,6 +73,19 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"patternProperties": {"(?!a)": {}}}, "look-ahead", ""),
     ({"oneOf": [STRING, {**STRING, "minLength": 2}]}, "use anyOf", "/oneOf"),
     ({"oneOf": [INTEGER, {"type": "number"}]}, "use anyOf", "/oneOf"),
+    ({"properties": []}, "properties must be an object", "/properties"),
+    ({"properties": {"a": "string"}}, "a schema must be an object, true or false", "/properties/a"),
+    ({"additionalProperties": "no"}, "a schema must be an object, true or false", "/additionalProperties"),
+    ({"anyOf": [None]}, "a schema must be an object, true or false", "/anyOf/0"),
+    ({"required": "a"}, "required must be a list", "/required"),
+    ({"required": [1]}, "required must be a list of strings", "/required"),
+    ({"type": "STRING"}, "type must be one of array, boolean, integer,", "/type"),
+    ({"type": ["string", 3]}, "type must be one of", "/type"),
+    ({"enum": "a"}, "enum must be a list", "/enum"),
+    ({"minimum": "1"}, "minimum must be a number", "/minimum"),
+    ({"minLength": -1}, "minLength must be an integer of at least 0", "/minLength"),
+    ({"maxItems": 1.5}, "maxItems must be an integer of at least 0", "/maxItems"),
+    ({"pattern": 3}, "pattern must be a string", "/pattern"),
 ]
 
 
@@ -81,6 +97,12 @@ def test_what_cannot_be_enforced_is_refused_with_its_place(schema: dict[str, Any
     with pytest.raises(RequestError) as error:
         StructuredOutputs(json=schema).validate()
     assert error.value.field == "structured_outputs.json" and reason in error.value.message
+
+
+def test_a_schema_that_demands_nothing_allows_any_json() -> None:
+    for schema in ({}, "{}", {"title": "Anything"}, {"type": None}):
+        StructuredOutputs(json=schema).validate()
+        assert StructuredOutputs(json=schema).plain().json == "{}"
 
 
 def test_look_around_is_told_from_what_resembles_it() -> None:

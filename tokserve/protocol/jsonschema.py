@@ -41,7 +41,7 @@ def walk(root: Schema) -> Iterator[tuple[str, Schema]]:
     while pending:
         pointer, schema = pending.pop()
         if isinstance(schema, dict):
-            pending += list(_inner(pointer, schema))
+            pending += list(inner_schemas(pointer, schema))
             yield pointer, schema
 
 
@@ -75,7 +75,8 @@ def spell_classes(root: Schema, *, unicode: bool) -> None:
             schema["patternProperties"] = spelled
 
 
-def _inner(pointer: str, schema: Schema) -> Iterator[tuple[str, Any]]:
+def inner_schemas(pointer: str, schema: Schema) -> Iterator[tuple[str, Any]]:
+    """(JSON pointer, value) of the schemas directly in a schema; a value need not be one."""
     for name in _SINGLE:
         if name in schema:
             yield f"{pointer}/{name}", schema[name]
@@ -97,7 +98,7 @@ def _is_object(schema: Schema) -> bool:
 def _members(pointer: str, schema: Schema) -> list[str]:
     """Pointers to the schemas that describe the same object as this one."""
     names = [name for name in ("allOf", *_ALTERNATIVES, *_CONDITIONS) if name in schema]
-    pointers = [inner for inner, _ in _inner(pointer, {name: schema[name] for name in names})]
+    pointers = [inner for inner, _ in inner_schemas(pointer, {name: schema[name] for name in names})]
     target = schema.get("$ref")
     return pointers + ([unquote(target[1:])] if isinstance(target, str) and target.startswith("#") else [])
 

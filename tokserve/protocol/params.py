@@ -150,7 +150,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     def _schema(self) -> str:
         """The schema as text, as it is compiled."""
         try:
-            schema = reduced(self.json or "")
+            schema = reduced("" if self.json is None else self.json)
             jsonschema.spell_classes(schema, unicode=bool(self.unicode_classes))
             if self.disable_additional_properties:
                 jsonschema.close(schema)

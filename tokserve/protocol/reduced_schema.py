@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from tokserve.protocol.jsonschema import Schema, walk
+from tokserve.protocol.jsonschema import Schema, inner_schemas, walk
 from tokserve.protocol.schema_logic import by_pointer, exclude_one_another, has_no_finite_value
 
 ANNOTATIONS = (
@@ -67,6 +67,31 @@ UNSUPPORTED = (
     "$recursiveAnchor",
 )
 TRUE: tuple[Any, ...] = (True, {})  # schemas of any value
+TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
+SHAPES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {  # what the values of keywords are
+    "an object": (
+        lambda value: isinstance(value, dict),
+        ("$defs", "definitions", "patternProperties", "properties"),
+    ),
+    "a list": (
+        lambda value: isinstance(value, list),
+        ("allOf", "anyOf", "enum", "oneOf", "prefixItems", "required"),
+    ),
+    "a list of strings": (lambda value: all(isinstance(item, str) for item in value), ("required",)),
+    "a string": (lambda value: isinstance(value, str), ("$ref", "pattern")),
+    "a number": (
+        lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+        ("maximum", "minimum", "multipleOf"),
+    ),
+    "an integer of at least 0": (
+        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 == value % 1,
+        ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"),
+    ),
+    f"one of {', '.join(TYPES)}, or a list of them": (
+        lambda value: all(kind in TYPES for kind in (value if isinstance(value, list) else [value])),
+        ("type",),
+    ),
+}
 COMBINED = ("allOf", "anyOf", "oneOf", "$ref", "if")
 MOST_BYTES = 1 << 20  # of a schema as it comes
 LOOK_AROUND = re.compile(r"(?<!\\)(?:\\\\)*\(\?<?[=!]")
@@ -109,8 +134,9 @@ def _parsed(schema: Schema | str) -> Schema:
 
 
 def _reduced(root: Schema) -> Schema:
-    for _, schema in walk(root):
+    for pointer, schema in walk(root):
         _drop(schema)
+        _check_shapes(pointer, schema)
     schemas = by_pointer(root)
     for pointer, schema in schemas.items():
         _check(pointer, schema, schemas)
@@ -123,7 +149,9 @@ def _reduced(root: Schema) -> Schema:
 
 
 def _drop(schema: Schema) -> None:
-    """Drop what says nothing, here and not inside."""
+    """Drop what says nothing, here and not inside.  Programs write a null for a keyword that they do not use."""
+    for name in [name for name, value in schema.items() if value is None and name != "const"]:
+        del schema[name]
     for name in ANNOTATIONS:
         schema.pop(name, None)
     if "format" in schema and schema["format"] not in FORMATS:
@@ -167,6 +195,17 @@ NO_OPS: dict[str, Callable[[Schema], bool]] = {  # keywords, and when they say n
     "unevaluatedItems": lambda schema: schema["unevaluatedItems"] in TRUE,
     "unevaluatedProperties": lambda schema: schema["unevaluatedProperties"] in TRUE,
 }
+
+
+def _check_shapes(pointer: str, schema: Schema) -> None:
+    """Raise for a keyword whose value is of another kind than JSON Schema says."""
+    for shape, (fits, names) in SHAPES.items():
+        for name in names:
+            if name in schema and not fits(schema[name]):
+                raise SchemaError(f"{name} must be {shape}", f"{pointer}/{name}")
+    for inner, value in inner_schemas(pointer, schema):
+        if not isinstance(value, dict | bool) and not (isinstance(value, list) and inner == f"{pointer}/items"):
+            raise SchemaError("a schema must be an object, true or false", inner)
 
 
 def _check(pointer: str, schema: Schema, schemas: dict[str, Any]) -> None:

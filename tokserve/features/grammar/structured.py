@@ -84,10 +84,11 @@ def requested_format(
         return defaults.apply(body.convert(options, StructuredOutputs, "structured_outputs"))
     if response_format is None:
         return None
+    kind = response_format.get("type")
+    if isinstance(kind, str) and kind not in ("text", "json_object", "json_schema"):
+        words = f"must be text, json_object or json_schema, got {kind[:LONGEST_SHOWN]!r}"
+        raise invalid("response_format.type", f"{words} (structured_outputs has other forms)")
     response = body.convert(response_format, _ResponseFormatField, "response_format")
-    if response.type not in ("text", "json_object", "json_schema"):
-        kind = response.type[:LONGEST_SHOWN]
-        raise invalid("response_format.type", f"must be text, json_object or json_schema, got {kind!r}")
     schema, strict = _schema(response)
     if schema is None:
         return defaults.apply(StructuredOutputs(json_object=True)) if response.type == "json_object" else None
