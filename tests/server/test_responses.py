@@ -304,6 +304,18 @@ def test_output_items_are_rendered_unchanged_in_the_next_turn() -> None:
     assert "sunny" in again
 
 
+def test_reasoning_goes_back_in_the_field_for_encrypted_reasoning_too() -> None:
+    fields = {"tools": TOOLS, "include": ["reasoning.encrypted_content"]}
+    s = chat_site(f"<think>\nhm \u00e9\n</think>\n\nOk\n{CALL}", THINKER, reasoning_parser="qwen3")
+    output = ask(s, **fields)["output"]
+    assert [text["text"] for text in output[0].pop("content")] == ["hm \u00e9"] and output[0]["summary"] == []
+    ask(s, [HI, *output], **fields)
+    ask(s, [HI, {**output[0], "encrypted_content": output[0]["encrypted_content"] + "!"}, *output[1:]], **fields)
+    first, second, third = (TOKENIZER.decode(call.prompt, False) for call in s.llm.calls)
+    assert second.startswith(first + "<think>\nhm \u00e9\n</think>\n\nOk") and "hm \u00e9" not in third
+    assert "encrypted_content" not in ask(s, tools=TOOLS)["output"][0]
+
+
 def test_effort_and_tools_reach_the_template() -> None:
     for fields, as_chat in (
         ({"reasoning": {"effort": "none"}}, {"reasoning_effort": "none"}),
@@ -411,6 +423,7 @@ def test_fields_without_effect_are_listed() -> None:
         ({"tools": [{"type": "frobnicate"}]}, "tools[0].type", "it serves function, custom, namespace"),
         ({"tools": [{"name": "f"}]}, "tools[0].type", "must be one of function"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "tools[0].name must"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name", 'beside "type"'),
         ({"tools": [TOOLS[1], TOOLS[1]]}, "tools[1].name", "two tools"),
         ({"tools": [TOOLS[1] | {"parameters": 5}]}, "tools[0].parameters", "schema"),
         ({"tools": TOOLS}, "tools", "--tool-call-parser"),

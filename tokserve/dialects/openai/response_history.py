@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tokserve.base.errors import invalid
+from tokserve.dialects.openai.response_items import decoded_reasoning
 from tokserve.dialects.openai.response_tools import INPUT, ToolTable, chat_name, note_left_out
 from tokserve.features.chat.chat import part_text
 from tokserve.features.images.parts import CHAT_KINDS, UnreadImage, chat_part
@@ -31,6 +32,7 @@ LEFT_OUT = (
     "program_output",
     "web_search_call",
 )
+STATELESS = "nothing is stored, send the item itself (a request with store: false makes clients do that)"
 Part = dict[str, str] | UnreadImage  # of a content: text, or an image
 
 
@@ -87,7 +89,7 @@ class InputMessages:
             self._leave_out(field, kind)
         else:
             reason = f"it takes {', '.join(self._adders)}"
-            reason = "nothing is stored" if kind == "item_reference" else reason
+            reason = STATELESS if kind == "item_reference" else reason
             errors.refuse_unsupported(f"{field}.type", kind, reason=reason)
 
     def _leave_out(self, field: str, kind: str) -> None:
@@ -106,9 +108,11 @@ class InputMessages:
         turn["content"] = _parts(turn["content"]) + _parts(content) if "content" in turn else content
 
     def _reasoning(self, field: str, item: dict[str, Any]) -> None:
-        """Add the text of the reasoning, or else its summary; encrypted reasoning is skipped."""
+        """Add the text of the reasoning: its content, or what this server encoded, or else its summary."""
         name = "content" if item.get("content") else "summary"
         parts = item.get(name) or []
+        if name == "summary" and (text := decoded_reasoning(item.get("encrypted_content"))):
+            name, parts = "encrypted_content", [{"text": text}]
         if not isinstance(parts, list):
             raise invalid(f"{field}.{name}", "must be a list of parts")
         texts = [_string(f"{field}.{name}[{i}]", part, "text") for i, part in enumerate(parts)]

@@ -6,10 +6,12 @@ which a whole reply ignores.  Items are in the order of the answer's text.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from tokserve.dialects.openai import tools
 from tokserve.dialects.openai.response_calls import CallItem, EmitEvent, OpenCall, open_call
@@ -17,6 +19,8 @@ from tokserve.dialects.openai.response_tools import ServedTool
 from tokserve.features.chat.parsing import Parser
 from tokserve.features.chat.token_segments import OutputToken, SegmentReader, TokenSegment
 from tokserve.server.replies.logprobs import ChatLogprob, TextOffset
+
+ENCODED = "text:"  # begins an `encrypted_content` of this server: base64 of the text follows
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
@@ -43,15 +47,32 @@ class OutputMessage(msgspec.Struct, tag_field="type", tag="message", kw_only=Tru
 
 
 class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=True):
-    """The reasoning before a message."""
+    """The reasoning before a message.  `encrypted_content`: the text once more, encoded, for clients that send nothing
+    else back."""
 
     id: str
     status: str = "in_progress"
     summary: list[Any] = []
     content: list[ReasoningText] = []
+    encrypted_content: str | UnsetType = UNSET
 
 
 Item = OutputMessage | ReasoningItem | CallItem
+
+
+def encoded_reasoning(text: str) -> str:
+    """The `encrypted_content` of a reasoning item with this text."""
+    return ENCODED + base64.b64encode(text.encode()).decode()
+
+
+def decoded_reasoning(content: Any) -> str:
+    """The text in an `encrypted_content` that this server made; "" for that of others."""
+    if not isinstance(content, str) or not content.startswith(ENCODED):
+        return ""
+    try:
+        return base64.b64decode(content.removeprefix(ENCODED), validate=True).decode()
+    except ValueError:
+        return ""
 
 
 class _OpenText:
@@ -91,6 +112,8 @@ class _OpenText:
         self._emit(f"{self._name}.done", self._position | {"text": text} | logprobs)
         self._emit("content_part.done", self._position | {"part": part})
         item.status = status
+        if isinstance(item, ReasoningItem) and item.encrypted_content is not UNSET:
+            item.encrypted_content = encoded_reasoning(text)
         self._emit("output_item.done", {"output_index": self._position["output_index"], "item": item})
 
 
@@ -102,7 +125,8 @@ class OutputItems:
     `call_key`.
 
     `offset`: to assign tokens to items; None: tokens are not assigned.  `served`: what the functions of the chat stand
-    for; `raw`: the custom tool whose input the whole answer is, by its name in the chat.
+    for; `raw`: the custom tool whose input the whole answer is, by its name in the chat; `encoded`: reasoning has its
+    `encrypted_content`.
     """
 
     def __init__(
@@ -114,7 +138,10 @@ class OutputItems:
         emit: EmitEvent,
         served: Mapping[str, ServedTool],
         raw: str | None = None,
+        *,
+        encoded: bool = False,
     ) -> None:
+        self._encrypted_content: str | UnsetType = "" if encoded else UNSET  # of an item that begins
         self._written: list[_OpenItem] = []  # the last one may be open
         self._key, self._call_key = key, call_key
         self._served, self._raw = served, raw
@@ -175,7 +202,8 @@ class OutputItems:
             item_id, tool = f"{self._key}-{index}", self._served.get(called)
             opened = open_call(tool, call_id, item_id, called, index, self._emit, raw=raw is not None)
         elif kind == "reasoning":
-            opened = _OpenText(kind, ReasoningItem(id=f"rs_{self._key}-{index}"), index, self._emit)
+            item = ReasoningItem(id=f"rs_{self._key}-{index}", encrypted_content=self._encrypted_content)
+            opened = _OpenText(kind, item, index, self._emit)
         else:
             opened = _OpenText(kind, OutputMessage(id=f"msg_{self._key}-{index}"), index, self._emit)
         self._written.append(opened)

@@ -354,6 +354,10 @@ def _not_a_tool(field: str, choice: Mapping[str, Any]) -> RequestError:
 
 def _name(field: str, tool: dict[str, Any]) -> str:
     name = tool.get("name")
+    if name is None and isinstance(tool.get("function"), dict):
+        raise invalid(
+            f"{field}.name", 'is required: name, description and parameters are beside "type" here, not nested'
+        )
     if not isinstance(name, str) or not name:
         raise invalid(f"{field}.name", "must be a string that is not empty")
     return name

@@ -38,7 +38,8 @@ from tokserve.server.serving import Serving
 
 ID_PREFIX = "resp_"
 LOGPROBS = "message.output_text.logprobs"
-INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # reasoning is sent as plain text, and accepted as such
+ENCODED = "reasoning.encrypted_content"
+INCLUDED = (LOGPROBS, ENCODED)
 MESSAGE = re.compile(r"messages\[(\d+)\]")
 NAMES = {  # fields of chat, longer ones first, and their names here
     "response_format.json_schema": "text.format",
@@ -308,6 +309,7 @@ class ResponsesRenderer:
             emit,
             responses_call.tools.served,
             responses_call.raw,
+            encoded=ENCODED in (request_body.include or ()),
         )
         self._token_ids: list[int] = []
         self._last: ChoiceOutput | None = None
