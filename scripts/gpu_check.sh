@@ -10,11 +10,11 @@
 #
 # --wheels DIR: wheels of what this machine lacks (docs/gpu-checklist.md has the list), installed for this run only.
 # --seconds N: for all parts together, default 570.  --only: probe kernels runner both_ways steps server
-# training ipc whole.
+# training ipc ranks whole.
 # Needs Python 3.11-3.13 with torch 2.11-2.13, triton, transformers, pytest; PYTHON names it.  The C++ extension is
 # not needed.  A part whose packages are missing is reported as skipped.
 set -uo pipefail
-python=${PYTHON:-python3} wheels="" out=${OUT:-gpu-check} seconds=570 only="probe kernels runner both_ways steps server training ipc whole"
+python=${PYTHON:-python3} wheels="" out=${OUT:-gpu-check} seconds=570 only="probe kernels runner both_ways steps server training ipc ranks whole"
 while [ $# -gt 0 ]; do
   case $1 in
     --wheels) wheels=$(realpath "$2"); shift 2 ;;
@@ -109,6 +109,7 @@ tests server 90 "zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" te
 tests training 90 "zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" tests/e2e/test_gpu_training.py
 tests both_ways 110 "transformers" tests/runner/test_gpu_both_ways.py
 tests ipc 60 "zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" tests/e2e/test_gpu_ipc.py
+tests ranks 150 "zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" tests/e2e/test_gpu_ranks.py
 result "$out/whole.json" part whole 170 "msgspec psutil ahocorasick transformers zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" \
   "$python" benchmarks/gpu_whole.py --out "$out/whole.json"
 printf '%s' "$errors"

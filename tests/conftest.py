@@ -13,7 +13,6 @@ import ssl
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from _pytest.runner import runtestprotocol
@@ -200,34 +199,7 @@ def loggers() -> Iterator[None]:
 
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter, its products summed in ascending order: numpy.matmul leaves it to a BLAS and the shape.  It
-    binds the language's names once in a launch: for every call within a kernel took a third of the time."""
-    import numpy
-    from triton.runtime import interpreter
+    """Triton's interpreter, as `mend_interpreter` leaves it."""
+    from tests.interpreted import mend_interpreter
 
-    def matmul(a: Any, b: Any, dtype: Any = None) -> Any:
-        kind = dtype or numpy.result_type(a, b)
-        wide, other = a.astype(kind), b.astype(kind)
-        total = numpy.zeros((*wide.shape[:-1], other.shape[-1]), kind)
-        part = numpy.empty_like(total)
-        for k in range(wide.shape[-1]):
-            numpy.multiply(wide[..., k, None], other[..., k, None, :], out=part)
-            total += part
-        return total
-
-    launch, bind, bound = interpreter.GridExecutor.__call__, interpreter._patch_lang, set()
-
-    def launch_anew(*args: Any, **kwargs: Any) -> Any:
-        bound.clear()
-        return launch(*args, **kwargs)
-
-    def bind_once(function: Any) -> Any:
-        names = frozenset(function.__globals__.keys() & {"tl", "core"})
-        if names in bound:
-            return None
-        bound.add(names)
-        return bind(function)
-
-    monkeypatch.setattr(numpy, "matmul", matmul)
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
-    monkeypatch.setattr(interpreter, "_patch_lang", bind_once)
+    mend_interpreter(monkeypatch)

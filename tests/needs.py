@@ -125,7 +125,9 @@ EXTENSION = Need(
 TRITON = Need(
     "Triton",
     (
+        "executor/test_peers.py",
         "ops/test_compile_ahead.py",
+        "ops/test_exchange.py",
         "ops/test_launch.py",
         "ops/test_later_keys.py",
         "ops/test_sorted_choices.py",
@@ -237,6 +239,7 @@ GPU = Need(
     (
         "e2e/test_gpu.py",
         "e2e/test_gpu_ipc.py",
+        "e2e/test_gpu_ranks.py",
         "e2e/test_gpu_training.py",
         "runner/test_gpu.py",
         "runner/test_gpu_both_ways.py",

@@ -28,6 +28,8 @@ from tests.ops.samples.wna16 import weights as integer_weights
 from tokserve import ops
 from tokserve.gpu import candidates
 from tokserve.gpu.kernels import attention, launch, wna16
+from tokserve.gpu.kernels.ranks.exchange import Inboxes
+from tokserve.gpu.peers import CAPACITY, PROGRAMS, PeerGroup
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
 
@@ -196,6 +198,7 @@ def calls(sizes: list[int], *, has_float8: bool, is_dependent: bool, wide_heads:
     call["advance_step"](tables, tables, lens, lens, page, index, index, index, index, lens, tables)
     recurrent_calls(call)
     gradient_calls(call, wide_heads=wide_heads)
+    rank_calls()
     if not is_dependent:
         return
     for entry in launch.table()["launch"]:
@@ -305,6 +308,16 @@ def candidate_calls() -> None:
         call["paged_attention"](q, *caches.unbind(), *batch, 0.1, 0, 1.0, 0.0, None, None, work)
 
 
+def rank_calls() -> None:
+    """What 2 and 8 ranks exchange of 64 rows: sums, logits of rank 0, and copies, on both ends."""
+    for size in (2, 8):
+        for rank in (0, 1):
+            group = PeerGroup(Inboxes(rank, size, torch.zeros(size, dtype=LONG), PROGRAMS, CAPACITY))
+            group.add(torch.empty(64, 4096))
+            group.gather(torch.empty(4, 151936 // size))
+            group.copy(torch.empty(2, 64, 4096, dtype=BF16), 0)
+
+
 def figures(kernel: Any) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -325,6 +338,7 @@ def figures(kernel: Any) -> dict[str, Any]:
         "by_warps": bool(re.search(r"mma\.sync\.aligned\.m16n8k16\S*\.f32\.bf16", ptx)),
         "waits": "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx,
         "fma": bool(re.search(r"\bfma\.", ptx)),
+        "flags": re.findall(r"st\.global\.v4|bar\.sync|\w+\.(?:release|acquire)\.sys|ld\.global\.cg", ptx),
         "atomics": bool(re.search(r"\b(atom|red)\.", ptx)),
     }
 

@@ -119,6 +119,17 @@ def test_every_kernel_compiles_for_sm_90(compiled: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+def test_flags_of_ranks_follow_what_was_written_and_precede_what_is_read(compiled: dict[str, Any]) -> None:
+    exchanges = variants(compiled, "exchange")
+    assert len(exchanges) == 12
+    for name, figures in exchanges.items():
+        order = " ".join(figures["flags"])
+        written, read = r"(st\.global\.v4 )*", r"( (ld\.global\.cg|st\.global\.v4))*"
+        flags = r"bar\.sync (st\.release\.sys )+(ld\.acquire\.sys )+bar\.sync"
+        assert re.fullmatch(written + flags + read, order), f"{name}: {order}"
+
+
+@pytest.mark.slow
 def test_tiles_of_any_shape_add_up_in_one_order_on_sm_90(
     compiled: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:

@@ -80,7 +80,9 @@ class CudaBackend:
                 "speculative_config: a draft model is not supported with recurrent states, in either model"
             )
         # prompts that are read both ways do not come again
-        self._eager = config.runtime.enforce_eager or ranks.size > 1 or model.reads_both_ways
+        self._eager = config.runtime.enforce_eager or not ranks.can_be_recorded or model.reads_both_ways
+        sizes = prompt_sizes(self._max_tokens, layer_weights(model))
+        self._prompt_sizes = sizes[: ranks.minimum(len(sizes))]  # stages pad their steps alike
         self._exact, self._most_drafts = config.runtime.exact, config.speculation.resolved().num_drafts
         self._adapters = config.lora.enable_lora
         block_size = config.cache.block_size or DEFAULT_BLOCK_SIZE
@@ -164,7 +166,7 @@ class CudaBackend:
         decode_bytes = peak(lambda: step(decode) * 1.0)
         if self._eager:
             return prompt_bytes + decode_bytes
-        sizes = prompt_sizes(tokens, layer_weights(model))[-1:]
+        sizes = self._prompt_sizes[-1:]
         batches = [_batch_in_one_page(size, prompt_rows(size, rows), width, kv) for size in sizes]
         graphs = max([decode_bytes, *(peak(partial(model.forward, batch)) for batch in batches)])
         logits, hidden = 4 * rows * model.spec.vocab, sum(sizes) * model.spec.hidden * model.dtype.itemsize
@@ -255,8 +257,7 @@ class CudaBackend:
             return
         self.invalidate()
         decode = [(size, size) for size in decode_sizes(self._max_rows)]
-        sizes = prompt_sizes(self._max_tokens, layer_weights(model))
-        prompts = [(size, prompt_rows(size, self._max_rows)) for size in sizes]
+        prompts = [(size, prompt_rows(size, self._max_rows)) for size in self._prompt_sizes]
         pool = self.device.pool()
         try:
             self.decode_graphs = DecodeGraphs(

@@ -5,11 +5,14 @@ from __future__ import annotations
 from tokserve.base.rooms import Room
 
 ROOM = Room(
+    requires=("rl",),  # the driver by ctypes, which a trainer has too
     options="tokserve.gpu.options:GpuOptions",
     check="tokserve.gpu.options:check",
     parts={
         "backend": "tokserve.gpu.cuda:CudaBackend",
         "compile_ahead": "tokserve.gpu.kernels.launch:compile_ahead",
+        "peers": "tokserve.gpu.peers:PeerMemory",
+        "peers_unavailable": "tokserve.gpu.peers:PeersUnavailable",
         "kept_tables": "tokserve.gpu.kernels.launch:kept_tables",
     },
 )

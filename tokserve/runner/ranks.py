@@ -7,12 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from tokserve.layers.parallel import ALONE, WHOLE, Group, Stage
 from tokserve.runner.sampler import SampledTokens
+
+
+class AwaitedTokens(Protocol):
+    """Tokens that another rank has sampled, which may be on their way to this one."""
+
+    @property
+    def token_ids(self) -> Tensor:  # [n] int64
+        """The ids, on the device."""
+
+    def result(self) -> SampledTokens:
+        """Wait for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +40,8 @@ class ReceivedSample:
 
 class Ranks:
     """`group`: the ranks of this one's `stage`.  `samples`: this rank has the logits.  `total`: adds up the sums of
-    ranks, see `Coordinates`; None: there is one rank."""
+    ranks, see `Coordinates`; None: there is one rank.  `can_be_recorded`: what ranks do together in a step is work of
+    their devices alone."""
 
     rank = 0
     size = 1
@@ -37,6 +49,7 @@ class Ranks:
     stage: Stage = WHOLE
     samples = True
     total: Callable[..., Any] | None = None
+    can_be_recorded = True
 
     def minimum(self, number: int) -> int:
         """The smallest number of all ranks."""
@@ -49,7 +62,7 @@ class Ranks:
     def broadcast_sample(self, sample: Any) -> None:
         """Send the other ranks what was sampled here."""
 
-    def receive_sample(self, count: int) -> ReceivedSample:
+    def receive_sample(self, count: int) -> AwaitedTokens:
         """What the sampling rank broadcasts of `count` rows."""
         raise NotImplementedError
 

@@ -23,7 +23,7 @@ from tokserve.runner.admin import Admin
 from tokserve.runner.backend import Backend, HiddenStates
 from tokserve.runner.features import Calls, RunnerFeature, RunnerHooks
 from tokserve.runner.logits import LogitRows
-from tokserve.runner.ranks import ONE, Ranks, ReceivedSample
+from tokserve.runner.ranks import ONE, AwaitedTokens, Ranks
 from tokserve.runner.sampler import PendingSample, Sampler
 from tokserve.runner.steps import PendingResult, PendingStep
 from tokserve.runner.tables.slots import SamplingColumns, logit_lengths
@@ -96,7 +96,7 @@ class Runner:
 
     def _sampled(
         self, logits: Tensor, rows: LogitRows, columns: SamplingColumns, bitmask: GrammarBitmask | None
-    ) -> PendingSample | ReceivedSample:
+    ) -> PendingSample | AwaitedTokens:
         """New tokens, by the rank that has the logits."""
         if not self.ranks.samples:
             return self.ranks.receive_sample(len(rows.slots))

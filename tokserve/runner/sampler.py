@@ -52,6 +52,7 @@ class PendingSample:
     parts: tuple[Int64 | None, ...] = ()  # of the logprobs: their rows, None for all
     has_legal: bool = False
     sources: tuple[tuple[str, TokenSource, Int64], ...] = ()  # columns besides logprobs: name, source, rows that asked
+    flags: tuple[Tensor, ...] = ()  # [n] bool on the device: finite, and with `has_legal` legal
 
     def result(self) -> SampledTokens:
         """Wait for them."""
@@ -170,7 +171,8 @@ class Sampler:
             for _, source, index in sources:
                 values += source.compute(sampled if len(index) == len(logits) else sampled.take(self._tensor(index)))
         fetched = self._device.fetch([token_ids, *flags, *values, *(column for _, part in parts for column in part)])
-        return PendingSample(token_ids, fetched, tuple(index for index, _ in parts), legal is not None, sources)
+        logprobs_rows = tuple(index for index, _ in parts)
+        return PendingSample(token_ids, fetched, logprobs_rows, legal is not None, sources, tuple(flags))
 
     def _clear(self, logits: Tensor, rows: Tensor) -> None:
         """Zeros in place of these rows [n] bool, which there hardly ever are."""
@@ -228,8 +230,8 @@ class Sampler:
             k,
         )
         if k < 0:
-            return PendingSample(sampled[0], self._device.fetch(sampled[:2]))
-        return PendingSample(sampled[0], self._device.fetch(sampled), parts=(None,))
+            return PendingSample(sampled[0], self._device.fetch(sampled[:2]), flags=(sampled[1],))
+        return PendingSample(sampled[0], self._device.fetch(sampled), parts=(None,), flags=(sampled[1],))
 
     def _sampled_logprobs(
         self, logits: Tensor, processed: Tensor, rows: LogitRows, columns: SamplingColumns, token_ids: Tensor

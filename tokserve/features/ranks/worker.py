@@ -56,6 +56,7 @@ from tokserve.protocol.plan import DeviceFacts
 if TYPE_CHECKING:
     from tokserve.runner.ranks import Ranks
     from tokserve.runner.runner import Runner
+    from tokserve.runner.steps import PendingResult
 
 logger = logging.getLogger("tokserve.features.ranks.worker")  # not __name__: that is __main__ here
 
@@ -126,7 +127,7 @@ class RankWorker:
             loaded = Loaded.of(self._load(begin))
             prepare_structs()
             self._channel.send(loaded)
-            self._run_steps()
+            self._run_steps(ahead=begin.config.scheduler.steps_in_flight > 1)
             return 0
         except StartError as error:
             self._channel.send(StartRefused(str(error)))
@@ -134,9 +135,7 @@ class RankWorker:
         except ConnectionError:
             return LOST
         except Exception as error:  # process entry: the engine and the log must hear of it, whatever it is
-            logger.exception("rank %d died", self._rank)
-            self._channel.send(Broken(sendable(f"{type(error).__name__}: {error}")))
-            return 1
+            return self._break(error)
 
     def _load(self, begin: Begin) -> DeviceFacts:
         with no_collections():
@@ -185,18 +184,39 @@ class RankWorker:
         assert self._runner is not None
         return self._runner
 
-    def _run_steps(self) -> None:
+    def _run_steps(self, *, ahead: bool) -> None:
+        """Steps and calls as they come; `ahead`: a step may begin before the tokens of the last one are known."""
         runner = self._loaded()
+        results = ThreadPoolExecutor(1, "results")
         step: Any = None
         while not isinstance(message := self._steps.get(), End):
             if isinstance(message, Forward):
                 step = runner.forward(message.plan)
             elif isinstance(message, SampleStep):
-                result = runner.sample(step, message.bitmask).result()
-                if runner.ranks.samples:
-                    self._channel.send(Stepped(result))
+                pending = runner.sample(step, message.bitmask)
+                if not runner.ranks.samples:
+                    continue
+                if ahead:
+                    results.submit(self._send_later, pending)
+                else:
+                    self._channel.send(Stepped(pending.result()))
             elif isinstance(message, Invoke):
                 self._return(message, runner.call)
+
+    def _send_later(self, pending: PendingResult) -> None:
+        """Wait for a step's tokens, and send them."""
+        try:
+            self._channel.send(Stepped(pending.result()))
+        except ConnectionError:
+            self._leave(LOST)
+        except Exception as error:  # as in `_serve`: this thread has no caller
+            self._leave(self._break(error))
+
+    def _break(self, error: Exception) -> int:
+        """Let the log and the engine hear of an exception that ends this rank; its exit code."""
+        logger.error("rank %d died", self._rank, exc_info=error)
+        self._channel.send(Broken(sendable(f"{type(error).__name__}: {error}")))
+        return 1
 
     def _return(self, call: Invoke, method: Callable[[str, dict[str, Any]], Any]) -> None:
         """Call, and send what it returns or raises."""

@@ -1,0 +1,1 @@
+"""What ranks exchange on GPUs of one machine."""
