@@ -7,6 +7,10 @@ import sys
 
 import pytest
 
+from tokserve.base.structs import struct_classes
+from tokserve.features.ranks import channel
+from tokserve.server import app
+
 SCRIPT = """
 import sys, threading
 import msgspec
@@ -15,7 +19,9 @@ from tokserve.base.structs import prepare_structs, struct_classes
 
 prepare_structs()
 sys.setswitchinterval(1e-6)
-for kind in struct_classes():
+kinds = list(struct_classes())
+assert len(kinds) > 100
+for kind in kinds:
     together = threading.Barrier(4)
 
     def decode():
@@ -33,6 +39,12 @@ for kind in struct_classes():
         thread.join()
 print("decoded")
 """
+
+
+def test_the_classes_of_all_packages_are_prepared() -> None:
+    assert app and channel
+    names = {kind.__name__ for kind in struct_classes()}
+    assert {"AbortBody", "Begin", "GenerateBody", "Submit", "StepPlan"} <= names
 
 
 @pytest.mark.slow

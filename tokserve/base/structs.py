@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-PACKAGE = __package__
+PACKAGE = __name__.partition(".")[0]
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # raised for bytes that are no message
 
 
