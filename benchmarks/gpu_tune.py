@@ -234,6 +234,36 @@ class Step:
         return ops.PackedWeight(outputs, inputs, dtype, weight)
 
 
+@dataclass(frozen=True)
+class Chat:
+    """Sampling of `rows` requests with a small top-k and a top-p, as `runner/sampler.py` does it."""
+
+    rows: int
+    vocabulary: int = 151936
+
+    def __str__(self) -> str:
+        return f"top-k and top-p of {self.rows} x {self.vocabulary}"
+
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> Callable[[], list[Tensor]]:
+        """Prepare logits; the returned function draws: ids, and whether rows are finite."""
+        logits = 3 * torch.randn(self.rows, self.vocabulary, device=device)
+        index = torch.arange(self.rows, device=device)
+        noise = (index * 7919, index * 3, index < 0)
+        ones = torch.ones(self.rows, device=device)
+        temperature, top_k, top_p, min_p = 0.6 * ones, (20 * ones).int(), 0.95 * ones, 0 * ones
+
+        def run() -> list[Tensor]:
+            if candidates.is_on("sample_few"):
+                return list(call("sample_few")(logits, *noise, temperature, top_k, top_p, min_p, False, -1)[:2])
+            finite = logits.amax(1).isfinite()
+            logits.masked_fill_(~finite[:, None], 0.0)
+            cut = call("filter_logits")(logits / temperature[:, None], top_k, top_p, min_p, True)
+            return [call("sample")(cut, *noise), finite]
+
+        return run
+
+
+Case = Step | Chat
 STEPS_OF_8B = tuple(Step(rows, keys) for rows, keys in ((1, 1024), (1, 8192), (16, 1024), (64, 1024), (256, 1024)))
 OTHER_STEPS = (
     Step(1, 1024, 16, 8),  # of 0.6B
@@ -241,9 +271,10 @@ OTHER_STEPS = (
     Step(64, 1024, 8, 4, 256),
     Step(64, 1024, 64, 8),
 )
-CASES: dict[str, Sequence[Step]] = {  # by candidate
+CASES: dict[str, Sequence[Case]] = {  # by candidate
     "decode_tile": STEPS_OF_8B + OTHER_STEPS,
     "decode_early": STEPS_OF_8B + OTHER_STEPS,
+    "sample_few": (Chat(1), Chat(64), Chat(256)),
 }
 LAYERS = 4
 ROUNDS, REPEATS = 9, 8  # turns, and runs of a case in each
@@ -290,7 +321,7 @@ def elapsed(run: Callable[[], object]) -> float:
     return float(begin.elapsed_time(end)) / 1e3 / REPEATS
 
 
-def compile_cases(cases: Sequence[Step], first: int, jobs: int) -> None:
+def compile_cases(cases: Sequence[Case], first: int, jobs: int) -> None:
     """Run every `jobs`-th case from number `first` on, with all candidates and with none, so that Triton's cache on
     disk has their kernels."""
     assert registry.load_extension("cuda") is None
@@ -301,7 +332,7 @@ def compile_cases(cases: Sequence[Step], first: int, jobs: int) -> None:
                 case.prepare(torch.device("cuda"), BF16)()
 
 
-def compare(case: Step, base: list[str], name: str, device: torch.device) -> tuple[bool, list[float]]:
+def compare(case: Case, base: list[str], name: str, device: torch.device) -> tuple[bool, list[float]]:
     """Whether the case has the same bits with and without the candidate, and the seconds of both: without, with."""
     torch.manual_seed(0)
     run = case.prepare(device, BF16 if device.type == "cuda" else torch.float16)

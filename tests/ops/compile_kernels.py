@@ -189,6 +189,7 @@ def calls(sizes: list[int], *, has_float8: bool, is_dependent: bool, wide_heads:
     call["add_lora"](x.clone(), x, lens, down, up, ranks, torch.empty(8, 2), shards)
     logits, ones = torch.empty(rows, vocab), torch.ones(rows)
     call["sample_fused"](logits, index, index, index == 0, ones, True, 5)
+    call["sample_few"](logits, index, index, index == 0, ones, lens, ones, ones, False, -1)
     call["logprobs"](logits, index, 0, index[:, None], ones)
     call["filter_logits"](logits, lens, ones, ones)
     call["sampling_mask"](logits, logits, index, index == 0, ones, 1024)

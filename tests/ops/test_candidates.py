@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,13 @@ from tokserve.gpu.options import GpuOptions, check
 
 pytest.importorskip("triton")
 
+from tests.ops.samples import samples
 from tests.ops.test_exact import Paged
-from tests.ops.test_triton import DTYPES, INTERPRETED, on_device
+from tests.ops.test_triton import DTYPES, INTERPRETED, on_device, pytestmark
 from tokserve.gpu.kernels import attention
 from tokserve.ops.registry import OPS
+
+__all__ = ["pytestmark"]
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +51,22 @@ def test_low_tiles_of_decode_have_the_bits_of_high_ones(heads: int, kv_heads: in
     assert attention.divide(q, paged.caches[0], paged.tables).tile == (16 if heads // kv_heads <= 16 else 32)
     for one, other in zip(paged.attend(call, spans), high, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+def test_few_ids_are_drawn_as_from_filtered_logits() -> None:
+    few, cut, draw, score = (on_device(name) for name in ("sample_few", "filter_logits", "sample", "logprobs"))
+    for logits, seeds, positions, greedy, temperature, *limits, scaled, k in islice(
+        samples("sample_few", DTYPES[0]), 1
+    ):
+        top = max(k, 0)
+        ids, finite, *columns = few(logits, seeds, positions, greedy, temperature, *limits, scaled, top)
+        cleared = logits.where(logits.amax(1).isfinite()[:, None], 0.0)
+        divided = cleared / temperature.where(temperature != 0.0, 1.0)[:, None]
+        assert torch.equal(finite, logits.amax(1).isfinite())
+        assert torch.equal(ids, draw(cut(divided, *limits, True), seeds, positions, greedy))
+        expected = score(cleared, ids, k, None, temperature if scaled else None)
+        assert all(torch.equal(one, other) for one, other in zip(columns, expected, strict=True))
 
 
 def test_names_come_from_the_option_or_from_the_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from tokserve.ops.registry import OPS
 _C = pytest.importorskip("tokserve._C")
 registry.load_extension("cpu")
 # for devices with their own memory or a library of products, and for those that compute in float8
-NOT_ON_CPU = {"advance_step", "edit_rows", "prepare_step", "attention_work", "accept_library"}
+NOT_ON_CPU = {"sample_few", "advance_step", "edit_rows", "prepare_step", "attention_work", "accept_library"}
 NOT_ON_CPU |= {"pack_linear_float8", "pack_scaled_float8", "linear_float8", "sum_rows", "softmax"}
 NAMES = [name for name in OPS if name not in {*PACKING.values(), "pack_int4", "pack_gated_int4"} | NOT_ON_CPU]
 CALLS: dict[str, Callable[..., Any]] = {

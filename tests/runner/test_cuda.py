@@ -19,6 +19,7 @@ from tests.runner.drive import row as plain_row
 from tests.runner.fake_device import FakeDevice, same_bytes
 from tests.runner.test_runner import jobs, outcomes, prompt
 from tests.tiny_models import tiny_config, write_checkpoint
+from tokserve import ops
 from tokserve.gpu.cuda import CudaBackend
 from tokserve.gpu.cuda_graphs import decode_sizes, prompt_rows, prompt_sizes
 from tokserve.gpu.device_slots import DeviceSlots
@@ -269,6 +270,35 @@ def test_no_sampling_parameter_makes_a_step_wait(staged: Loaded, name: str, monk
     steps, waits = driver.steps, fake.waits
     assert [job.outcome() for job in driver.run(requests)] == expected
     assert fake.waits - waits == driver.steps - steps
+
+
+def test_few_ids_are_drawn_by_one_op_with_the_bits_of_its_parts(
+    staged: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, facts, _ = staged
+    variants: list[dict[str, Any]] = [SAMPLED["chat"], {"temperature": 0.0, "logprobs": 2}, {"top_k": 3, "logprobs": 2}]
+    requests = [
+        Job(prompt(5, i), SamplingParams(**{"max_tokens": 4, "temperature": 0.7} | options), i)
+        for i, options in enumerate(variants)
+    ]
+    expected = [job.outcome() for job in Driver(runner, facts).run([job.fresh() for job in requests])]
+    calls = []
+
+    def sample_few(logits: Any, seeds: Any, positions: Any, greedy: Any, temperature: Any, *rest: Any) -> Any:
+        calls.append(len(logits))
+        *limits, scaled, k = rest
+        cut = ops.filter_logits(logits / temperature[:, None], *limits, True)
+        ids = ops.sample(cut, seeds, positions, greedy)
+        divisor = temperature if scaled else None
+        return ids, logits.amax(1).isfinite(), *ops.logprobs(logits, ids, k, None, divisor)
+
+    monkeypatch.setattr(ops, "is_sampling_of_few_fused", lambda: True)
+    monkeypatch.setattr(ops, "sample_few", sample_few)
+    assert [job.outcome() for job in Driver(runner, facts).run(requests)] == expected
+    assert 3 in calls
+    calls.clear()
+    Driver(runner, facts).run([Job(prompt(5, 1), SamplingParams(max_tokens=2, top_p=0.9), 0)])
+    assert not calls  # a top-p alone may leave many
 
 
 def refuse(*_: object) -> object:

@@ -40,6 +40,11 @@ CANDIDATES = (
         ("decode",),
         "keys of earlier steps are fetched, and the next kernel begins, before the inputs are there: -1.5 us of 11.7",
     ),
+    Candidate(
+        "sample_few",
+        ("maxima", "bound", "largest", "draw"),
+        "a small top-k is drawn from without dividing, clearing or filtering logits: 256 rows 410 -> 90 us",
+    ),
 )
 BY_NAME = {candidate.name: candidate for candidate in CANDIDATES}
 FILE = Path("~/.config/tokserve/gpu-candidates.json")  # the names of those that are on, by the GPU's name

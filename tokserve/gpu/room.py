@@ -13,6 +13,7 @@ ROOM = Room(
         "compile_ahead": "tokserve.gpu.kernels.launch:compile_ahead",
         "peers": "tokserve.gpu.peers:PeerMemory",
         "peers_unavailable": "tokserve.gpu.peers:PeersUnavailable",
+        "is_on": "tokserve.gpu.candidates:is_on",
         "kept_tables": "tokserve.gpu.kernels.launch:kept_tables",
     },
 )

@@ -103,6 +103,7 @@ __all__ = [
     "rope",
     "route",
     "sample",
+    "sample_few",
     "sample_fused",
     "sampling_mask",
     "short_conv",
@@ -175,6 +176,7 @@ sum_rows = gradients.sum_rows.reference
 softmax = gradients.softmax.reference
 sample = sampling.sample.reference
 sample_fused = sampling.sample_fused.reference
+sample_few = sampling.sample_few.reference
 edit_rows = step.edit_rows.reference
 advance_step = step.advance_step.reference
 prepare_step = step.prepare_step.reference
@@ -231,6 +233,11 @@ def kept_tables() -> AbstractContextManager[list[Tensor]]:
         return nullcontext([])
     context: AbstractContextManager[list[Tensor]] = part("gpu", "kept_tables")()
     return context
+
+
+def is_sampling_of_few_fused() -> bool:
+    """Whether `sample_few` serves instead of the ops that it stands for."""
+    return torch_device.type == "cuda" and bool(part("gpu", "is_on")("sample_few"))
 
 
 def wrap(wrapper: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:

@@ -227,6 +227,34 @@ def sample_fused(
 
 
 @op(tolerance={torch.float32: (4e-6, 4e-7)})
+def sample_few(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    greedy: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    scaled: bool,
+    k: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`sample_fused`, but the ids are drawn from what `filter_logits` leaves of logits / temperature.
+
+    A row is greedy and has no filters, or its top_k is at least 1, at most FEW, and less than V.  Bit for bit the
+    result of the ops.
+    """
+    finite = logits.amax(-1).isfinite()
+    work = logits.where(finite[:, None], 0.0) / temperature.where(temperature != 0.0, 1.0)[:, None]
+    ids = sample.reference(filter_logits.reference(work, top_k, top_p, min_p, True), seeds, positions, greedy)
+    if k < 0:
+        floats, whole = torch.empty(0), torch.empty(0, dtype=torch.int32)
+        return ids, finite, floats, whole, whole.view(0, 0), floats.view(0, 0)
+    logits = logits.where(finite[:, None], 0.0)
+    return ids, finite, *logprobs.reference(logits, ids, k, None, temperature if scaled else None)
+
+
+@op(tolerance={torch.float32: (4e-6, 4e-7)})
 def sampling_mask(
     logits: Tensor, processed: Tensor, token_ids: Tensor, greedy: Tensor, temperature: Tensor, limit: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

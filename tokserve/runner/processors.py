@@ -467,6 +467,11 @@ class Filter(Processor):
         top_k, top_p = self._slots.top_k[slots], self._slots.top_p[slots]
         return bool(((top_k <= FEW) & ((top_k > 0) | (top_p == 1.0))).all())
 
+    def all_few(self, slots: Int32) -> bool:
+        """Whether each of these slots is greedy or has a top-k that leaves few ids."""
+        top_k = self._slots.top_k[slots]
+        return bool((self._slots.greedy[slots] | ((top_k > 0) & (top_k <= FEW))).all())
+
 
 def _ids(ids: Iterable[int], vocab_size: int) -> Int64:
     """The ids that the vocabulary has, each once."""

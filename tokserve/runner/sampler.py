@@ -152,10 +152,13 @@ class Sampler:
         self._pipeline.set_bitmask(bitmask)
         form, needs = self._shared_form(rows), self._pipeline.needs(rows)
         rows_by_column = self._columns.asked(rows.slots)
-        if form is not None and not rows_by_column and needs in (0, self._pipeline.temperature_bit):
+        if form is not None and not rows_by_column:
             mode = LOGPROBS_MODES[form % _KINDS]
             if not (needs and form != _NONE and mode == "processed"):  # its ranks are those of what was divided
-                return self._sample_fused(logits, columns, form, scaling=needs != 0)
+                if needs in (0, self._pipeline.temperature_bit):
+                    return self._sample_fused(logits, columns, form, scaling=needs != 0)
+                if self._are_few(rows, columns, needs):
+                    return self._sample_fused(logits, columns, form, scaling=True, few=True)
         flags = [logits.amax(1).isfinite()]
         self._clear(logits, ~flags[0])
         processed, legal = self._processed(logits, rows, columns, needs)
@@ -185,11 +188,19 @@ class Sampler:
         self, logits: Tensor, rows: LogitRows, columns: SamplingColumns, needs: int
     ) -> tuple[Tensor, Tensor | None]:
         """The logits after `Pipeline.run`, or, where the step's columns hold all that is needed, after these alone."""
-        if columns.filters is None or not needs or needs & ~self._pipeline.column_bits:
+        if columns.filters is None or not self._needs_columns_only(needs):
             return self._pipeline.run(logits, rows)
         top_k, top_p, min_p = columns.filters
         few = self._pipeline.filters.few(rows.slots)
         return ops.filter_logits(logits / columns.temperature[:, None], top_k, top_p, min_p, few), None
+
+    def _needs_columns_only(self, needs: int) -> bool:
+        return needs != 0 and not needs & ~self._pipeline.column_bits
+
+    def _are_few(self, rows: LogitRows, columns: SamplingColumns, needs: int) -> bool:
+        """Whether all rows are sampled by one op, which draws from the few ids that a top-k leaves."""
+        fits = columns.filters is not None and self._needs_columns_only(needs)
+        return fits and ops.is_sampling_of_few_fused() and self._pipeline.filters.all_few(rows.slots)
 
     def draw(self, logits: Tensor, rows: LogitRows, columns: SamplingColumns) -> Int32:
         """Drafts [n] from a draft model's logits [n, V], with the noise and the parameters of the rows' requests.
@@ -217,18 +228,20 @@ class Sampler:
         form, *others = set(self._form[rows.slots].tolist())
         return form if not others and form < (self._vocab_size + 1) * _KINDS else None
 
-    def _sample_fused(self, logits: Tensor, columns: SamplingColumns, form: int, *, scaling: bool) -> PendingSample:
-        """Sample rows that need a temperature at most, and logprobs of one form."""
+    def _sample_fused(
+        self, logits: Tensor, columns: SamplingColumns, form: int, *, scaling: bool, few: bool = False
+    ) -> PendingSample:
+        """Sample rows that need a temperature at most, or of which a top-k leaves a `few` ids, and logprobs of one
+        form."""
         k, kind = (-1, 0) if form == _NONE else divmod(form, _KINDS)
-        sampled = ops.sample_fused(
-            logits,
-            columns.seeds,
-            columns.lengths,
-            columns.greedy,
-            columns.temperature if scaling else None,
-            LOGPROBS_MODES[kind] == "temperature",
-            k,
-        )
+        scaled = LOGPROBS_MODES[kind] == "temperature"
+        noise = (columns.seeds, columns.lengths, columns.greedy)
+        if few:
+            assert columns.filters is not None
+            top_k, top_p, min_p = columns.filters
+            sampled = ops.sample_few(logits, *noise, columns.temperature, top_k, top_p, min_p, scaled, k)
+        else:
+            sampled = ops.sample_fused(logits, *noise, columns.temperature if scaling else None, scaled, k)
         if k < 0:
             return PendingSample(sampled[0], self._device.fetch(sampled[:2]), flags=(sampled[1],))
         return PendingSample(sampled[0], self._device.fetch(sampled), parts=(None,), flags=(sampled[1],))

@@ -35,6 +35,21 @@ def filter_logits(dtype: torch.dtype) -> Samples:
         yield logits.round(), top_k, torch.ones(8), min_p
 
 
+def sample_few(dtype: torch.dtype) -> Samples:
+    """A row that is not finite, ties, forbidden ids, greedy rows; temperatures of 0."""
+    for width, rows, k in ((90, 9, 2), (4200, 2, -1)):
+        logits = _logits(width, 9, width)
+        logits[::2] = logits[::2].round()
+        logits[1, 3:], logits[4, 5] = NEVER, float("nan")
+        index = torch.arange(9)
+        top_k = torch.tensor([1, 20, 64, 0, 7, 3, 4, 11, 5], dtype=torch.int32)
+        top_p = torch.tensor([1.0, 0.9, 0.99, 1.0, 0.5, 1.0, 0.95, 1.0, 0.01])
+        min_p = torch.tensor([0.0, 0.0, 0.01, 0.0, 0.0, 0.3, 0.0, 0.05, 0.0])
+        temperature = index % 3 * 0.6
+        columns = (logits, index * 7919 - 9, index * 3, index == 3, temperature, top_k, top_p, min_p)
+        yield *(column[:rows] for column in columns), k > 0, k
+
+
 def penalize(dtype: torch.dtype) -> Samples:
     for rows, width, length in ((1, 5, 1), (6, 50, 30), (3, 5003, 200)):
         generator = torch.Generator().manual_seed(width)

@@ -5,6 +5,9 @@ Rows with a small top-k find it among the few entries that are as large as the k
 the others it is searched for by a histogram of the entries' order, digit by digit, to which all slices add (radix
 select).  Counts and the masses of top-p are integers, whose sums do not depend on order, so both ways come to the same
 cutoff.
+
+`sample_few` draws from what a small top-k leaves without writing logits: it divides them by the temperature as it reads
+them, and draws from the entries that the cutoff is found among.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokserve.gpu.kernels.launch import EXACT, cdiv, is_last_of, next_power_of_2, warps
-from tokserve.gpu.kernels.sampling import ordered
+from tokserve.gpu.kernels.sampling import gumbel, ordered, row_logprobs, row_terms, scaled
 from tokserve.ops import sampling
 
 SLICE = 4096  # vocabulary entries of one program
@@ -67,34 +70,76 @@ def is_small(top_k, width, MAX_K: tl.constexpr):
 
 
 @triton.jit
-def maxima_kernel(logits_ptr, max_ptr, key_ptr, width, slices, GROUPS: tl.constexpr, SLICE: tl.constexpr):
-    """One slice of a row: its largest entry, and the largest key of each of its groups [GROUPS]."""
+def limit_of(top_k_ptr, greedy_ptr, row, GREEDY: tl.constexpr):
+    """The row's top-k; with GREEDY, 1 for a greedy row."""
+    top_k = tl.load(top_k_ptr + row)
+    if GREEDY:
+        top_k = tl.where(tl.load(greedy_ptr + row) != 0, 1, top_k)
+    return top_k
+
+
+@triton.jit
+def maxima_kernel(
+    logits_ptr,
+    temperature_ptr,
+    max_ptr,
+    key_ptr,
+    width,
+    slices,
+    GROUPS: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
+    SLICE: tl.constexpr,
+):
+    """One slice of a row: its largest entry, and the largest key of each of its groups [GROUPS].
+
+    TEMPERATURE: keys are those of the entries over the row's, and the largest of entries with a NaN is NaN.
+    """
     row, slice = tl.program_id(0).to(tl.int64), tl.program_id(1)
     id = slice * SLICE + tl.arange(0, SLICE)
     x = tl.load(logits_ptr + row * width + id, mask=id < width, other=NEG_INF)
-    tl.store(max_ptr + row * slices + slice, tl.max(x, 0))
+    largest = tl.max(x, 0)
+    if TEMPERATURE:
+        largest = tl.where(tl.sum((x != x).to(tl.int32), 0) > 0, float("nan"), largest)
+        temperature, _counted = row_terms(temperature_ptr, temperature_ptr, row, TEMPERATURE, False)
+        x = scaled(x, temperature)
+    tl.store(max_ptr + row * slices + slice, largest)
     key = tl.reshape(tl.where(id < width, keys(x, id), MIN_KEY), [GROUPS, SLICE // GROUPS])
     tl.store(key_ptr + (row * slices + slice) * GROUPS + tl.arange(0, GROUPS), tl.max(key, 1))
 
 
-@triton.jit(do_not_specialize_on_alignment=["top_k_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["top_k_ptr", "greedy_ptr"])
 def bound_kernel(
     top_k_ptr,
+    greedy_ptr,
+    temperature_ptr,
     max_ptr,
     key_ptr,
     row_max_ptr,
+    finite_ptr,
     bound_ptr,
     width,
     slices,
     MAX_K: tl.constexpr,
     GROUPS: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """One row: its largest entry, and a key that the top_k-th largest entry reaches: that of the top_k-th group."""
+    """One row: its largest entry, and a key that the top_k-th largest entry reaches: that of the top_k-th group.
+
+    TEMPERATURE: the former over the row's, which is 0 if the row's largest entry is not finite, and whether it is.
+    """
     row = tl.program_id(0).to(tl.int64)
-    top_k = tl.load(top_k_ptr + row)
+    top_k = limit_of(top_k_ptr, greedy_ptr, row, TEMPERATURE)
     slice = tl.arange(0, SLICES)
-    tl.store(row_max_ptr + row, tl.max(tl.load(max_ptr + row * slices + slice, mask=slice < slices, other=NEG_INF), 0))
+    maxima = tl.load(max_ptr + row * slices + slice, mask=slice < slices, other=NEG_INF)
+    row_max = tl.max(maxima, 0)
+    if TEMPERATURE:
+        has_nan = tl.sum((maxima != maxima).to(tl.int32), 0) > 0
+        finite = (row_max > NEG_INF) & (row_max < float("inf")) & (has_nan == 0)
+        tl.store(finite_ptr + row, finite.to(tl.int8))
+        temperature, _counted = row_terms(temperature_ptr, temperature_ptr, row, TEMPERATURE, False)
+        row_max = scaled(tl.where(finite, row_max, 0.0), temperature)
+    tl.store(row_max_ptr + row, row_max)
     bound = tl.full([1], MIN_KEY, tl.int64)
     if is_small(top_k, width, MAX_K):
         group = tl.arange(0, SLICES * GROUPS)
@@ -106,10 +151,12 @@ def bound_kernel(
     tl.store(bound_ptr + row + tl.arange(0, 1), bound)
 
 
-@triton.jit(do_not_specialize_on_alignment=["top_k_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["top_k_ptr", "greedy_ptr"])
 def largest_kernel(
     logits_ptr,
     top_k_ptr,
+    greedy_ptr,
+    temperature_ptr,
     group_ptr,
     bound_ptr,
     key_ptr,
@@ -117,11 +164,15 @@ def largest_kernel(
     slices,
     MAX_K: tl.constexpr,
     GROUPS: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    """One slice of a row with a small top-k: the keys [MAX_K] of the entries, top_k at most, that reach the bound."""
+    """One slice of a row with a small top-k: the keys [MAX_K] of the entries, top_k at most, that reach the bound.
+
+    TEMPERATURE: of entries over the row's.
+    """
     row, slice = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    top_k = tl.load(top_k_ptr + row)
+    top_k = limit_of(top_k_ptr, greedy_ptr, row, TEMPERATURE)
     if is_small(top_k, width, MAX_K):
         bound = tl.load(bound_ptr + row)
         slice_max = tl.max(tl.load(group_ptr + (row * slices + slice) * GROUPS + tl.arange(0, GROUPS)), 0)
@@ -130,6 +181,9 @@ def largest_kernel(
         if slice_max >= bound:
             id = slice * SLICE + tl.arange(0, SLICE)
             x = tl.load(logits_ptr + row * width + id, mask=id < width, other=NEG_INF)
+            if TEMPERATURE:
+                temperature, _counted = row_terms(temperature_ptr, temperature_ptr, row, TEMPERATURE, False)
+                x = scaled(x, temperature)
             key = tl.where(id < width, keys(x, id), MIN_KEY)
             count = 0
             while (count < top_k) & (slice_max >= bound):
@@ -158,22 +212,78 @@ def cutoff_kernel(
     top_p = tl.load(top_p_ptr + row)
     cutoff = tl.full([1], MIN_KEY, tl.int64)
     if is_small(top_k, width, MAX_K):
-        candidate = tl.arange(0, SLICES * MAX_K)
-        valid = (candidate < slices * MAX_K) & (candidate % MAX_K < top_k)
-        key = tl.load(key_ptr + row * slices * MAX_K + candidate, mask=valid, other=MIN_KEY)
-        place = tl.arange(0, MAX_K)
-        best = tl.full([MAX_K], MIN_KEY, tl.int64)  # descending
-        for i in range(top_k):
-            largest = tl.max(key, 0)
-            best = tl.where(place == i, largest, best)
-            key = tl.where(key == largest, MIN_KEY, key)
-        kept = place < top_k
-        if top_p < 1.0:
-            mass = tl.where(kept, masses(value_of_key(best), tl.load(row_max_ptr + row)), 0)
-            target = mass_target(tl.sum(mass, 0), top_p)
-            kept = kept & (tl.cumsum(mass, 0) - mass < target)
+        best = best_keys(key_ptr + row * slices * MAX_K, top_k, slices, MAX_K, SLICES)
+        kept = most_probable(best, top_k, top_p, tl.load(row_max_ptr + row), MAX_K)
         cutoff = tl.min(tl.where(kept, best, MAX_KEY), 0) + tl.zeros([1], tl.int64)
     tl.store(cutoff_ptr + row + tl.arange(0, 1), cutoff)
+
+
+@triton.jit
+def best_keys(key_ptr, top_k, slices, MAX_K: tl.constexpr, SLICES: tl.constexpr):
+    """The top_k largest keys of a row's slices [slices,MAX_K], descending: [MAX_K]."""
+    candidate = tl.arange(0, SLICES * MAX_K)
+    valid = (candidate < slices * MAX_K) & (candidate % MAX_K < top_k)
+    key = tl.load(key_ptr + candidate, mask=valid, other=MIN_KEY)
+    place = tl.arange(0, MAX_K)
+    best = tl.full([MAX_K], MIN_KEY, tl.int64)
+    for i in range(top_k):
+        largest = tl.max(key, 0)
+        best = tl.where(place == i, largest, best)
+        key = tl.where(key == largest, MIN_KEY, key)
+    return best
+
+
+@triton.jit
+def most_probable(best, top_k, top_p, row_max, MAX_K: tl.constexpr):
+    """Which of a row's `best_keys` top-k and top-p keep: [MAX_K]."""
+    kept = tl.arange(0, MAX_K) < top_k
+    if top_p < 1.0:
+        mass = tl.where(kept, masses(value_of_key(best), row_max), 0)
+        target = mass_target(tl.sum(mass, 0), top_p)
+        kept = kept & (tl.cumsum(mass, 0) - mass < target)
+    return kept
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=["top_k_ptr", "top_p_ptr", "min_p_ptr", "greedy_ptr", "seed_ptr", "position_ptr"]
+)
+def draw_kernel(
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    greedy_ptr,
+    seed_ptr,
+    position_ptr,
+    key_ptr,
+    row_max_ptr,
+    finite_ptr,
+    out_ptr,
+    slices,
+    MAX_K: tl.constexpr,
+    SLICES: tl.constexpr,
+):
+    """One row: the id drawn from what its small top-k, top-p and min-p keep.  A row that is not finite counts as
+    zeros."""
+    row = tl.program_id(0).to(tl.int64)
+    top_k = limit_of(top_k_ptr, greedy_ptr, row, True)
+    row_max = tl.load(row_max_ptr + row)
+    best = best_keys(key_ptr + row * slices * MAX_K, top_k, slices, MAX_K, SLICES)
+    place = tl.arange(0, MAX_K)
+    best = tl.where(tl.load(finite_ptr + row) != 0, best, keys(tl.zeros([MAX_K], tl.float32), place))
+    kept = most_probable(best, top_k, tl.load(top_p_ptr + row), row_max, MAX_K)
+    x = value_of_key(best)
+    min_p = tl.load(min_p_ptr + row)
+    if min_p > 0.0:
+        kept = kept & (tl.exp(x - row_max) >= min_p)
+    id = (4294967295 - (best & 4294967295)).to(tl.int32)
+    if tl.load(greedy_ptr + row) == 0:
+        block = tl.where(kept, id // 4, 0)
+        noise = gumbel(tl.load(seed_ptr + row), tl.load(position_ptr + row), block, 4 * MAX_K)
+        of_id = tl.arange(0, 4)[None, :] == (id % 4)[:, None]
+        x += tl.sum(tl.where(of_id, tl.reshape(noise, [MAX_K, 4]), 0.0), 1)
+    x = tl.where(kept, x, NEG_INF)
+    drawn = tl.min(tl.where(kept & (x == tl.max(x, 0)), id, 0x7FFFFFFF), 0)
+    tl.store(out_ptr + row, drawn.to(tl.int64))
 
 
 @triton.jit
@@ -341,32 +451,9 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, f
     rows, width = logits.shape
     out = torch.empty_like(logits)
     if rows:
-        size = min(SLICE, max(16, next_power_of_2(width)))
+        best, row_maxima, _, size = _largest(logits, top_k, None, None)
         slices = cdiv(width, size)
-        groups = logits.new_empty((rows, slices, GROUPS), dtype=torch.int64)
-        best = logits.new_empty((rows, slices, MAX_K), dtype=torch.int64)
-        maxima, row_maxima = logits.new_empty((rows, slices)), logits.new_empty(rows)
-        bounds, cutoffs = logits.new_empty((2, -(-rows // 2) * 2), dtype=torch.int64).unbind()
-        maxima_kernel[(rows, slices)](
-            logits, maxima, groups, width, slices, GROUPS, size, num_warps=warps(size), **EXACT
-        )
-        bound_kernel[(rows,)](
-            top_k,
-            maxima,
-            groups,
-            row_maxima,
-            bounds,
-            width,
-            slices,
-            MAX_K,
-            GROUPS,
-            next_power_of_2(slices),
-            num_warps=1,
-            **EXACT,
-        )
-        largest_kernel[(rows, slices)](
-            logits, top_k, groups, bounds, best, width, slices, MAX_K, GROUPS, size, num_warps=warps(size), **EXACT
-        )
+        cutoffs = logits.new_empty(rows, dtype=torch.int64)
         cutoff_kernel[(rows,)](
             top_k,
             top_p,
@@ -386,6 +473,105 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, f
             logits, min_p, row_maxima, cutoffs, out, width, size, num_warps=warps(size), **EXACT
         )
     return out
+
+
+@sampling.sample_few.implement("triton", device="cuda")
+def sample_few(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    greedy: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    scaled: bool,
+    k: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Reads all logits once, without logprobs."""
+    logits = logits.contiguous()
+    rows, width = logits.shape
+    ids = logits.new_empty(rows, dtype=torch.int64)
+    finite = logits.new_empty(rows, dtype=torch.int8)
+    if rows:
+        is_greedy = greedy.view(torch.int8)
+        best, row_maxima, finite, size = _largest(logits, top_k, temperature, is_greedy)
+        slices = cdiv(width, size)
+        draw_kernel[(rows,)](
+            top_k,
+            top_p,
+            min_p,
+            is_greedy,
+            seeds,
+            positions,
+            best,
+            row_maxima,
+            finite,
+            ids,
+            slices,
+            MAX_K,
+            next_power_of_2(slices),
+            num_warps=16,
+            **EXACT,
+        )
+    is_finite = finite.view(torch.bool)
+    return ids, is_finite, *row_logprobs(logits, ids, k, None, temperature if scaled else None, is_finite)
+
+
+def _largest(
+    logits: Tensor, top_k: Tensor, temperature: Tensor | None, greedy: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The keys of the largest entries [R,slices,MAX_K] of rows with a small top-k; the rows' largest entries [R];
+    with a temperature whether these are finite [R] int8; the size of slices.  `temperature` [R]: what entries are
+    divided by, and then `greedy` rows [R] int8 have a top-k of 1."""
+    rows, width = logits.shape
+    size = min(SLICE, max(16, next_power_of_2(width)))
+    slices = cdiv(width, size)
+    groups = logits.new_empty((rows, slices, GROUPS), dtype=torch.int64)
+    best = logits.new_empty((rows, slices, MAX_K), dtype=torch.int64)
+    maxima, row_maxima = logits.new_empty((rows, slices)), logits.new_empty(rows)
+    bounds, finite = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows, dtype=torch.int8)
+    is_divided = temperature is not None
+    divisors, flags = logits if temperature is None else temperature, finite if greedy is None else greedy
+    maxima_kernel[(rows, slices)](
+        logits, divisors, maxima, groups, width, slices, GROUPS, is_divided, size, num_warps=warps(size), **EXACT
+    )
+    bound_kernel[(rows,)](
+        top_k,
+        flags,
+        divisors,
+        maxima,
+        groups,
+        row_maxima,
+        finite,
+        bounds,
+        width,
+        slices,
+        MAX_K,
+        GROUPS,
+        is_divided,
+        next_power_of_2(slices),
+        num_warps=1,
+        **EXACT,
+    )
+    largest_kernel[(rows, slices)](
+        logits,
+        top_k,
+        flags,
+        divisors,
+        groups,
+        bounds,
+        best,
+        width,
+        slices,
+        MAX_K,
+        GROUPS,
+        is_divided,
+        size,
+        num_warps=warps(size),
+        **EXACT,
+    )
+    return best, row_maxima, finite, size
 
 
 def _search(logits: Tensor, top_k: Tensor, top_p: Tensor, row_maxima: Tensor, cutoffs: Tensor, size: int) -> None:

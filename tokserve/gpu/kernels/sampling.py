@@ -317,11 +317,14 @@ def logprobs_merge_kernel(
         tl.store(value_ptr + out + k + column, (named - row_max) - log_sum, mask=valid)
 
 
-def _logprobs(
+def row_logprobs(
     logits: Tensor, token_ids: Tensor, k: int, named: Tensor | None, temperature: Tensor | None, finite: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The reference; rows that are not `finite` count as zeros."""
+    """The reference; rows that are not `finite` count as zeros.  k < 0: nothing."""
     rows, width = logits.shape
+    if k < 0:
+        floats, whole = logits.new_empty(0), logits.new_empty(0, dtype=torch.int32)
+        return floats, whole, whole.view(0, 0), floats.view(0, 0)
     if k > TOP_SIZES[-1]:
         largest = sampling.largest_ids(logits if finite is None else logits.where(finite[:, None], 0.0), k)
         named, k = largest if named is None else torch.cat((largest, named), -1), 0
@@ -386,7 +389,7 @@ def _logprobs(
 def logprobs(
     logits: Tensor, token_ids: Tensor, k: int, named: Tensor | None, temperature: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _logprobs(logits.contiguous(), token_ids, k, named, temperature, None)
+    return row_logprobs(logits.contiguous(), token_ids, k, named, temperature, None)
 
 
 @sampling.sample_fused.implement("triton", device="cuda")
@@ -401,10 +404,7 @@ def sample_fused(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     logits = logits.contiguous()
     ids, finite = _sample(logits, seeds, positions, greedy, temperature)
-    if k < 0:
-        floats, whole = logits.new_empty(0), logits.new_empty(0, dtype=torch.int32)
-        return ids, finite, floats, whole, whole.view(0, 0), floats.view(0, 0)
-    return ids, finite, *_logprobs(logits, ids, k, None, temperature if scaled else None, finite)
+    return ids, finite, *row_logprobs(logits, ids, k, None, temperature if scaled else None, finite)
 
 
 @triton.jit(do_not_specialize=["limit"])
@@ -481,7 +481,7 @@ def sampling_mask(
             num_warps=warps(size),
             **EXACT,
         )
-    values = _logprobs(processed, token_ids, 0, None, None, None)[0]
+    values = row_logprobs(processed, token_ids, 0, None, None, None)[0]
     return counts, _joined(ids, counts), kept_logprobs, values.where(~greedy, 0.0)
 
 
