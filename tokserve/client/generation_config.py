@@ -93,7 +93,7 @@ def log_what_is_not_followed(model: ModelConfig) -> None:
     if entries.get("temperature") == 0 and "do_sample" in names:  # it is followed
         names.remove("do_sample")
     if names:
-        logger.info("generation_config.json has %s, which requests do not follow", ", ".join(names))
+        logger.info("generation_config.json: these have no effect here: %s", ", ".join(names))
 
 
 def _read(model: ModelConfig) -> dict[str, Any]:
