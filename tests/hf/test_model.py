@@ -198,7 +198,10 @@ def test_what_cannot_be_served_is_refused_by_name(
     ("changes", "message"),
     [
         ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "no causal language model"),
-        ({"architectures": ["StarForCausalLM"], "model_type": "star"}, "StarForCausalLM is not supported, nor"),
+        (
+            {"architectures": ["StarForCausalLM"], "model_type": "star", "auto_map": {"AutoConfig": "star.Config"}},
+            "StarForCausalLM is not supported: auto_map .* its model_type 'star' is neither built in nor known to",
+        ),
         ({"hidden_act": "swish9"}, "StableLmForCausalLM .* does not know 'swish9', which config.json names"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized checkpoints are not supported"),
         ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "code of the checkpoint's own, which is never run"),

@@ -116,6 +116,9 @@ def test_without_a_tokenizer_the_error_has_instructions(tmp_path: Path) -> None:
         StartError, match=r"holds no tokenizer.json \(only vocab.json: transformers' AutoTokenizer reads"
     ):
         Tokenizer.load(tmp_path)
+    (tmp_path / "tekken.json").write_text("{}")
+    with pytest.raises(StartError, match=r"only tekken.json, which is not read: .*convert_tekken_tokenizer"):
+        Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(StartError, match="cannot be read"):
         Tokenizer.load(tmp_path)

@@ -27,6 +27,8 @@ REASONS = {
     "LocalEntryNotFoundError": "the hub cannot be reached, and the cache does not hold it",
     "OfflineModeIsEnabled": "the hub is switched off, and the cache does not hold it",
 }
+TEKKEN = "tekken.json"
+CONVERT_TEKKEN = "transformers.integrations.mistral.convert_tekken_tokenizer converts it"
 OLDER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tiktoken.model")
 NESTED = {  # architectures that read images; the attributes of the text model are in an object of their own
     "Qwen2_5_VLForConditionalGeneration",
@@ -107,6 +109,8 @@ def without_tokenizer(directory: Path) -> str:
     for kind in model_files():
         if reason := kind.without_tokenizer(directory):
             return reason
+    if (directory / TEKKEN).is_file():
+        return f"{directory} holds no tokenizer.json (only {TEKKEN}, which is not read: {CONVERT_TEKKEN})"
     older = next((name for name in OLDER_TOKENIZERS if (directory / name).is_file()), None)
     if older is None:
         return f"{directory} holds no tokenizer.json"

@@ -31,6 +31,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 OTHERS = ("consolidated", "adapter")  # beginnings of the names of files that hold the weights again, or others
 IGNORED = "rotary_emb.inv_freq"  # older checkpoints store what the rope table holds
+HEAD = "lm_head.weight"
+HEADLESS = """ (if the output head is the embedding: --hf-overrides '{"tie_word_embeddings": true}')"""
 LISTED = 10
 MAX_NAMED = 100  # tensors that are not finite
 LFS_POINTER = b"version https://git-lfs.github.com/"
@@ -304,7 +306,8 @@ def check_names(entries: Mapping[str, Entry | Tensor], parameters: Mapping[str, 
     """Raise one StartError that lists missing, unexpected, misshapen and non-floating tensors, if any.  `source` says
     whose tensors they are."""
     if problems := mismatches(entries, parameters):
-        raise StartError(f"the tensors of {source} do not fit the model: {'; '.join(problems)}")
+        hint = HEADLESS if HEAD in parameters and HEAD not in entries else ""
+        raise StartError(f"the tensors of {source} do not fit the model: {'; '.join(problems)}{hint}")
 
 
 def layout(

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tokserve.base.errors import StartError
 
 KINDS = {"full_attention", "attention", "sliding_attention", "chunked_attention"}
+CODE = "auto_map names code of the checkpoint's own, which is never run"
 BY_LENGTH = ("dynamic", "longrope")  # ropes whose angles depend on the longest row of a batch there
 
 
@@ -24,9 +25,15 @@ def with_architecture(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def configuration(hf: Mapping[str, Any], max_model_len: int | None) -> tuple[PretrainedConfig, type[Any]]:
     """The config and the model's class, for contexts of at most `max_model_len` (None: any).  Raises StartError."""
-    names = ", ".join(hf.get("architectures") or []) or "the architecture"
+    names, kind = ", ".join(hf.get("architectures") or []) or "the architecture", str(hf.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        remote = f"{CODE}; " if hf.get("auto_map") else ""
+        raise StartError(
+            f"{names} is not supported: {remote}its model_type {kind!r} is neither built in nor known to transformers "
+            f"{__version__} (a newer one may know it; docs/models.md lists the families)"
+        )
     try:
-        known = CONFIG_MAPPING[str(hf.get("model_type"))]
+        known = CONFIG_MAPPING[kind]
         config = known.from_dict({name: value for name, value in hf.items() if name != "architectures"})
     except (KeyError, TypeError, ValueError, AttributeError, StrictDataclassError) as error:
         raise StartError(f"{names} is not supported, nor does transformers know its config.json: {error}") from None
@@ -43,7 +50,7 @@ def configuration(hf: Mapping[str, Any], max_model_len: int | None) -> tuple[Pre
 def _check(config: PretrainedConfig, hf: Mapping[str, Any], name: str) -> None:
     values = config.to_dict()
     if hf.get("auto_map"):
-        raise StartError(f"{name}: auto_map names code of the checkpoint's own, which is never run")
+        raise StartError(f"{name}: {CODE}")
     if values.get("is_encoder_decoder") or values.get("add_cross_attention"):
         raise StartError(f"{name}: encoders and cross attention are not supported")
     if hf.get("quantization_config") or hf.get("compression_config"):
