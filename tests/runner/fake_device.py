@@ -48,6 +48,7 @@ class FakeDevice:
         self.captured = 0
         self.replayed = 0
         self.given_back = 0
+        self.pinned = 0  # bytes of the host's
         self.side: list[str] = []  # what was done beside the steps, and when they were joined
 
     def require_float8(self, option: str) -> None:
@@ -64,6 +65,12 @@ class FakeDevice:
 
     def join(self) -> None:
         self.side.append("join")
+
+    def wait(self) -> None:
+        self.side.append("wait")
+
+    def pin(self, memory: NDArray[Any]) -> None:
+        self.pinned = memory.nbytes
 
     def free_memory(self) -> int:
         return 1 << 26

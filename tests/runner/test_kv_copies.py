@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,15 @@ import pytest
 import torch
 
 from tests.runner.drive import feature, make_runner
+from tests.runner.fake_device import FakeDevice
+from tests.runner.test_with_engine import RealEngine
+from tests.waiting import until
 from tokserve.base.errors import StartError
+from tokserve.features.kv import kv_identity
 from tokserve.features.kv.kv_copies import KVCopies, RunnerCopies
 from tokserve.features.kv.kv_identity import weights_digest
+from tokserve.gpu import block_copies
+from tokserve.runner import device
 
 QWEN = {
     "model_type": "qwen3",
@@ -38,9 +46,12 @@ def copies(tmp_path: Path, **options: Any) -> tuple[Any, KVCopies]:
     return runner, kept
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_blocks_come_back_as_they_were(tmp_path: Path, dtype: str) -> None:
-    runner, kv_copies = copies(tmp_path, dtype=dtype)
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_blocks_come_back_as_they_were(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "device":
+        monkeypatch.setattr(device, "use", lambda name: FakeDevice())
+        monkeypatch.setattr(block_copies, "STAGED_BYTES", 1)  # one block at a time
+    runner, kv_copies = copies(tmp_path, dtype="float32" if kind == "host" else "bfloat16")
     for caches in runner.backend.kv:
         for cache in caches:
             cache.copy_(torch.randn(cache.shape))
@@ -54,6 +65,13 @@ def test_blocks_come_back_as_they_were(tmp_path: Path, dtype: str) -> None:
         for cache, old in zip(caches, olds, strict=True):
             assert torch.equal(cache[2], old[1]) and torch.equal(cache[7], old[3]) and not cache[3].any()
     assert kv_copies.slot_bytes * runner.backend.layout.num_blocks == runner.backend.layout.bytes()
+    (content,) = runner.copy("read_blocks", {"blocks": [7]})
+    assert content == kv_copies._slots[0].tobytes()
+    runner.copy("write_blocks", {"blocks": [3], "contents": [bytearray(content)]})
+    assert all(torch.equal(cache[3], cache[7]) for caches in runner.backend.kv for cache in caches)
+    if kind == "device":
+        assert runner.backend.device.pinned == kv_copies._slots.nbytes
+        assert runner.backend.device.side == ["begin", "end", "begin", "end", "wait"] * 2
 
 
 def test_blocks_come_back_from_files(tmp_path: Path) -> None:
@@ -88,6 +106,16 @@ def test_the_identity_is_of_the_weights_and_not_of_the_context(tmp_path: Path) -
     assert weights_digest(runner.model) != parts["weights"]
 
 
+def test_the_identity_names_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        kv_identity, "tensors_of", lambda model: [("head", SimpleNamespace(device=torch.device("cuda")))]
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "3.6.0")
+    model: Any = None
+    assert kv_identity.gpu_parts(model) == ("NVIDIA H200", torch.__version__, "3.6.0")
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -100,3 +128,23 @@ def test_the_identity_is_of_the_weights_and_not_of_the_context(tmp_path: Path) -
 def test_what_cannot_be_served_is_refused(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(StartError, match=reason):
         make_runner(tmp_path, QWEN, **({"kv_offloading_size": 0.01} | options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_device_continues_from_loaded_blocks(tmp_path: Path, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "use", lambda name: FakeDevice())
+    engine = RealEngine(tmp_path / "model", kv_offloading_size=0.01, depth=depth, dtype="float32")
+
+    def outcome(rid: str) -> tuple[list[int], int]:
+        engine.add(rid, [3 + i % 50 for i in range(100)], max_tokens=9, ignore_eos=True, seed=4)
+        until(lambda: engine.run() or (rid in engine.received and engine.received[rid].finish is not None), rid)
+        return engine.tokens(rid), max(output.cached for output in engine.received[rid].outputs)
+
+    first, cached = outcome("computed")
+    assert cached == 0
+    until(lambda: engine.run() or engine.stored("saved") >= 6, "blocks are saved")
+    engine.call("reset_prefix_cache", call_id=2)
+    assert outcome("loaded") == (first, 96) and engine.stored("loaded") >= 6
+    engine.core.close()
+    engine.real.close()

@@ -11,6 +11,7 @@ ROOM = Room(
     parts={
         "backend": "tokserve.gpu.cuda:CudaBackend",
         "compile_ahead": "tokserve.gpu.kernels.launch:compile_ahead",
+        "blocks": "tokserve.gpu.block_copies:DeviceBlocks",
         "peers": "tokserve.gpu.peers:PeerMemory",
         "peers_unavailable": "tokserve.gpu.peers:PeersUnavailable",
         "is_on": "tokserve.gpu.candidates:is_on",

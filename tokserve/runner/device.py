@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import logging
 import os
 import platform
 import threading
@@ -22,6 +24,8 @@ from tokserve.base import cgroups
 from tokserve.base.cpu_list import cpu_list, cpus_by_node
 from tokserve.base.errors import StartError
 from tokserve.base.memory import give_back
+
+logger = logging.getLogger(__name__)
 
 CPUS = Path("/proc/cpuinfo")
 NUM_BUFFERS = 64  # copies to a GPU that may be under way at once: two steps, with as many processors as there are
@@ -127,6 +131,12 @@ class Accelerator(Device, Protocol):
 
     def join(self) -> None:
         """Let later steps wait for what was done beside them, and what is done there later for the steps so far."""
+
+    def wait(self) -> None:
+        """Wait for what was done beside the steps."""
+
+    def pin(self, memory: NDArray[Any]) -> None:
+        """Let copies reach the host's memory without the detour through a buffer, while the process lives."""
 
     def pool(self) -> Any:
         """Memory for captures of which one at a time is replayed."""
@@ -252,6 +262,15 @@ class Cuda:
         self._steps.wait_stream(self._side)
         self._side.wait_stream(self._steps)
 
+    def wait(self) -> None:
+        self._side.synchronize()
+
+    def pin(self, memory: NDArray[Any]) -> None:
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        error = int(runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
+        if error:
+            logger.warning("%d bytes of memory are not pinned (CUDA error %d): copies are slower", memory.nbytes, error)
+
     def pool(self) -> Any:
         return torch.cuda.graph_pool_handle()  # torch does not take one again whose graphs are all gone
 
@@ -308,6 +327,13 @@ def views(buffer: Tensor, arrays: Sequence[NDArray[Any]], offsets: list[int]) ->
         part = buffer[offset : offset + array.nbytes].view(torch.from_numpy(np.empty(0, array.dtype)).dtype)
         tensors.append(part.view(array.shape))
     return tensors
+
+
+def gpu_and_compiler(home: torch.device) -> tuple[str, ...]:
+    """What the bits of results on a GPU depend on besides kernels; nothing for a CPU, whose kernels are compiled."""
+    if home.type == "cpu":
+        return ()
+    return torch.cuda.get_device_name(home), torch.__version__, importlib.metadata.version("triton")
 
 
 def use(kind: str) -> Device:

@@ -11,13 +11,14 @@ import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from numpy import copyto, frombuffer, uint8
 from numpy.typing import NDArray
 
 from tokserve.base.errors import NotFound, StartError
+from tokserve.base.rooms import part
 from tokserve.config import KVStorePlan
 from tokserve.features.kv.kv_files import BlockFiles, FileError
 from tokserve.features.kv.kv_identity import identity_parts
@@ -31,16 +32,50 @@ from tokserve.runner.features import Calls, RunnerContext, RunnerFeature
 Bytes = NDArray[uint8]
 
 
+class BlockContents(Protocol):
+    """The bytes of KV blocks: of all tensors of the KV cache, one after the other."""
+
+    def read(self, blocks: Sequence[int], contents: Sequence[Bytes]) -> None:
+        """Copy each block into its array."""
+
+    def write(self, blocks: Sequence[int], contents: Sequence[Bytes]) -> None:
+        """Copy each array into its block."""
+
+
+class HostBlocks:
+    """`BlockContents` of a KV cache in the host's memory."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def read(self, blocks: Sequence[int], contents: Sequence[Bytes]) -> None:
+        for pages, place in self._tensors():
+            for block, content in zip(blocks, contents, strict=True):
+                copyto(content[place], pages[block])
+
+    def write(self, blocks: Sequence[int], contents: Sequence[Bytes]) -> None:
+        for pages, place in self._tensors():
+            for block, content in zip(blocks, contents, strict=True):
+                copyto(pages[block], content[place])
+
+    def _tensors(self) -> Iterator[tuple[Bytes, slice]]:
+        """Every tensor of the KV cache as bytes [blocks, n], and where its blocks lie in a content."""
+        start = 0
+        for caches in self._backend.kv:
+            for cache in caches:
+                pages: Bytes = cache.view(cache.shape[0], -1).view(torch.uint8).numpy()
+                end = start + pages.shape[1]
+                yield pages, slice(start, end)
+                start = end
+
+
 class KVCopies:
     """`identify` computes the parts of what the KV depends on now.  Raises StartError."""
 
     def __init__(self, plan: KVStorePlan, backend: Backend, identify: Callable[[], dict[str, str]]) -> None:
         layout = backend.layout
-        if isinstance(backend.device, Accelerator):
-            raise StartError("option kv_offloading_size: is supported only on CPUs so far")
         if not all(isinstance(spec, KVSpec) for spec in layout.specs):
             raise StartError("option kv_offloading_size: a model with recurrent states is not supported")
-        self._backend = backend
         self._identify = identify
         self.slot_bytes = sum(spec.block_bytes(layout.block_size) for spec in layout.specs)
         self.num_slots = plan.memory_bytes // self.slot_bytes
@@ -56,6 +91,9 @@ class KVCopies:
                 f"option kv_offloading_size: {plan.memory_bytes} bytes cannot be allocated: {error}"
             ) from None
         self._slots: Bytes = frombuffer(memory, uint8).reshape(self.num_slots, self.slot_bytes)
+        self._blocks: BlockContents = HostBlocks(backend)
+        if isinstance(backend.device, Accelerator):
+            self._blocks = part("gpu", "blocks")(backend, backend.device, self._slots)
         self._files = None
         if plan.directory is not None:
             self._files = BlockFiles(plan.directory, plan.disk_bytes, self.slot_bytes)
@@ -76,30 +114,16 @@ class KVCopies:
 
     # --- between pages and slots ---
 
-    def _tensors(self) -> Iterator[tuple[Bytes, slice]]:
-        """Every tensor of the KV cache as bytes [blocks, n], and where its blocks lie in a slot."""
-        start = 0
-        for caches in self._backend.kv:
-            for cache in caches:
-                pages: Bytes = cache.view(cache.shape[0], -1).view(torch.uint8).numpy()
-                end = start + pages.shape[1]
-                yield pages, slice(start, end)
-                start = end
-
     def _save(self, blocks: list[int], slots: list[int]) -> float:
         """Pages to slots; the seconds that it took."""
         began = time.monotonic()
-        for pages, place in self._tensors():
-            for block, slot in zip(blocks, slots, strict=True):
-                copyto(self._slots[slot, place], pages[block])
+        self._blocks.read(blocks, [self._slots[slot] for slot in slots])
         return time.monotonic() - began
 
     def _load(self, blocks: list[int], slots: list[int]) -> float:
         """Slots to pages; the seconds that it took."""
         began = time.monotonic()
-        for pages, place in self._tensors():
-            for block, slot in zip(blocks, slots, strict=True):
-                copyto(pages[block], self._slots[slot, place])
+        self._blocks.write(blocks, [self._slots[slot] for slot in slots])
         return time.monotonic() - began
 
     # --- between pages and other servers ---
@@ -107,16 +131,12 @@ class KVCopies:
     def _read_blocks(self, blocks: list[int]) -> list[bytes]:
         """The content of pages, as a slot would hold it."""
         contents = [bytearray(self.slot_bytes) for _ in blocks]
-        for pages, place in self._tensors():
-            for block, content in zip(blocks, contents, strict=True):
-                content[place] = pages[block].data
+        self._blocks.read(blocks, [frombuffer(content, uint8) for content in contents])
         return [bytes(content) for content in contents]
 
     def _write_blocks(self, blocks: list[int], contents: list[bytearray]) -> None:
         """Put these contents into pages."""
-        for pages, place in self._tensors():
-            for block, content in zip(blocks, contents, strict=True):
-                copyto(pages[block], frombuffer(content, uint8)[place])
+        self._blocks.write(blocks, [frombuffer(content, uint8) for content in contents])
 
     # --- between slots and files ---
 

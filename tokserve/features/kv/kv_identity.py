@@ -14,6 +14,7 @@ from tokserve.models.decoder import Decoder
 from tokserve.models.in_place import tensors_of
 from tokserve.protocol.kv_spec import KVLayout
 from tokserve.rl.digests import checksum
+from tokserve.runner import device
 
 ROPE_ROWS = 64  # of a rope table: its length is that of the longest context, which KV does not depend on
 
@@ -37,12 +38,20 @@ def identity_parts(model: Decoder, layout: KVLayout, config: Config, facts: dict
     """The parts by name.  `facts`: of the start, with the bound ops and their arithmetic."""
     draft = config.speculation.resolved().model
     parallel = config.parallel
+    home = next(tensor.device for _, tensor in tensors_of(model))
     return {
         "version": __version__,
         "model": _digest(model.spec, model.implementation, model.quantization, draft),
         "weights": weights_digest(model),
         "layout": _digest(layout.specs, layout.block_size),
-        "arithmetic": _digest(facts["ops"], facts["kernels"], facts["arithmetic"], facts["exact"], config.model.dtype),
+        "arithmetic": _digest(
+            facts["ops"],
+            facts["kernels"],
+            facts["arithmetic"],
+            facts["exact"],
+            config.model.dtype,
+            *device.gpu_and_compiler(home),
+        ),
         "parallel": "1"
         if parallel.num_ranks == 1
         else f"{parallel.tensor_parallel_size} ranks of each of {parallel.pipeline_parallel_size} stages",
