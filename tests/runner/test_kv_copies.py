@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from tests.runner.fake_device import FakeDevice
 from tests.runner.test_with_engine import RealEngine
 from tests.waiting import until
 from tokserve.base.errors import StartError
-from tokserve.features.kv import kv_identity
 from tokserve.features.kv.kv_copies import KVCopies, RunnerCopies
 from tokserve.features.kv.kv_identity import weights_digest
 from tokserve.gpu import block_copies
@@ -107,13 +105,11 @@ def test_the_identity_is_of_the_weights_and_not_of_the_context(tmp_path: Path) -
 
 
 def test_the_identity_names_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        kv_identity, "tensors_of", lambda model: [("head", SimpleNamespace(device=torch.device("cuda")))]
-    )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "3.6.0")
-    model: Any = None
-    assert kv_identity.gpu_parts(model) == ("NVIDIA H200", torch.__version__, "3.6.0")
+    identity = device.gpu_and_compiler(torch.device("cuda"))
+    assert identity == ("NVIDIA H200", torch.__version__, "3.6.0")
+    assert device.gpu_and_compiler(torch.device("cpu")) == ()
 
 
 @pytest.mark.parametrize(
