@@ -202,7 +202,7 @@ class Step:
         function runs them: what each adds."""
         width, page, hidden = -(-self.keys // 64), 64, self.heads * self.dim
         sizes = ((self.heads + 2 * self.kv_heads) * self.dim, hidden), (hidden, hidden)
-        weights = [[self._weight(*size, device, dtype) for size in sizes] for _ in range(LAYERS)]
+        weights = [[random_weight(*size, device, dtype) for size in sizes] for _ in range(LAYERS)]
         shape = (LAYERS, 2, self.rows * width, self.kv_heads, page, self.dim)
         caches = torch.randn(shape, device=device, dtype=dtype).to(dtype if self.cache == BF16 else self.cache)
         tables = torch.randperm(self.rows * width, device=device).int().view(self.rows, width)
@@ -227,11 +227,6 @@ class Step:
             return results
 
         return run
-
-    @staticmethod
-    def _weight(outputs: int, inputs: int, device: torch.device, dtype: torch.dtype) -> ops.PackedWeight:
-        weight = torch.randn(outputs, inputs, device=device, dtype=dtype) * inputs**-0.5
-        return ops.PackedWeight(outputs, inputs, dtype, weight)
 
 
 @dataclass(frozen=True)
@@ -263,7 +258,50 @@ class Chat:
         return run
 
 
-Case = Step | Chat
+@dataclass(frozen=True)
+class Products:
+    """The products of two layers, 8B's unless said, of `rows` rows."""
+
+    rows: int
+    hidden: int = 4096
+    inner: int = 12288
+    queries: int = 4096  # outputs; those of keys and values are a quarter each
+
+    def __str__(self) -> str:
+        return f"products of {self.rows} rows, hidden {self.hidden}"
+
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> Callable[[], list[Tensor]]:
+        """Prepare weights of two layers; the returned function multiplies by all: qkv, out, gate and up, down."""
+        sizes = (
+            (self.queries * 3 // 2, self.hidden),
+            (self.hidden, self.queries),
+            (2 * self.inner, self.hidden),
+            (self.hidden, self.inner),
+        )
+        weights = [[random_weight(*size, device, dtype) for size in sizes] for _ in range(2)]
+        widths = (self.hidden, self.queries, self.hidden, self.inner)
+        inputs = [torch.randn(self.rows, width, device=device, dtype=dtype) for width in widths]
+
+        def run() -> list[Tensor]:
+            results = []
+            for qkv, out, gate_up, down in weights:
+                results += [call("linear")(x, weight, None) for x, weight in zip(inputs[:2], (qkv, out), strict=True)]
+                results += [
+                    call("gated_linear")(inputs[2], gate_up, None, "silu"),
+                    call("linear")(inputs[3], down, None),
+                ]
+            return results
+
+        return run
+
+
+def random_weight(outputs: int, inputs: int, device: torch.device, dtype: torch.dtype) -> ops.PackedWeight:
+    """A weight whose products are about as large as what it multiplies."""
+    weight = torch.randn(outputs, inputs, device=device, dtype=dtype) * inputs**-0.5
+    return ops.PackedWeight(outputs, inputs, dtype, weight)
+
+
+Case = Step | Chat | Products
 STEPS_OF_8B = tuple(Step(rows, keys) for rows, keys in ((1, 1024), (1, 8192), (16, 1024), (64, 1024), (256, 1024)))
 OTHER_STEPS = (
     Step(1, 1024, 16, 8),  # of 0.6B
@@ -275,6 +313,7 @@ CASES: dict[str, Sequence[Case]] = {  # by candidate
     "decode_tile": STEPS_OF_8B + OTHER_STEPS,
     "decode_early": STEPS_OF_8B + OTHER_STEPS,
     "sample_few": (Chat(1), Chat(64), Chat(256)),
+    "linear_tma": (*map(Products, (80, 128, 256, 512, 2048)), Products(256, 1024, 3072, 2048)),
 }
 LAYERS = 4
 ROUNDS, REPEATS = 9, 8  # turns, and runs of a case in each

@@ -293,7 +293,7 @@ def gradient_calls(call: dict[str, Any], *, wide_heads: bool) -> None:
 
 def candidate_calls() -> None:
     """What candidates change, with all of them in use: attention of a step of an 8B model, of one with a float8 cache,
-    with heads of 256 and with 8 heads to a KV head."""
+    with heads of 256 and with 8 heads to a KV head; products of 256 rows with two chains, one, and a gate; of 600."""
     candidates.use(candidates.BY_NAME)
     call = {name: op.implementations["triton"].call for name, op in OPS.items() if "triton" in op.implementations}
     rows = 16
@@ -307,6 +307,12 @@ def candidate_calls() -> None:
         q, caches = torch.empty(rows, heads, dim, dtype=BF16), torch.empty(2, 32, kv_heads, 64, dim, dtype=dtype)
         work = call["attention_work"](q, caches[0], *batch, 0)
         call["paged_attention"](q, *caches.unbind(), *batch, 0.1, 0, 1.0, 0.0, None, None, work)
+    x = torch.empty(256, 4096, dtype=BF16)
+    for outputs in (4096, 24576):
+        packed = ops.PackedWeight(outputs, 4096, BF16, torch.empty(outputs, 4096, dtype=BF16))
+        call["linear"](x, packed, None)
+    call["gated_linear"](x, packed, None, "silu")
+    call["linear"](torch.empty(600, 4096, dtype=BF16), packed, None)
 
 
 def rank_calls() -> None:

@@ -18,9 +18,11 @@ from tokserve.gpu.options import GpuOptions, check
 pytest.importorskip("triton")
 
 from tests.ops.samples import samples
+from tests.ops.samples.common import normal as randn
 from tests.ops.test_exact import Paged
-from tests.ops.test_triton import DTYPES, INTERPRETED, on_device, pytestmark
-from tokserve.gpu.kernels import attention
+from tests.ops.test_triton import DTYPES, INTERPRETED, on_device, pytestmark, to_device
+from tokserve.gpu.kernels import attention, dense
+from tokserve.gpu.kernels.products import by_tma
 from tokserve.ops.registry import OPS
 
 __all__ = ["pytestmark"]
@@ -50,6 +52,33 @@ def test_low_tiles_of_decode_have_the_bits_of_high_ones(heads: int, kv_heads: in
     q = torch.empty(4, heads, 32, dtype=dtype)
     assert attention.divide(q, paged.caches[0], paged.tables).tile == (16 if heads // kv_heads <= 16 else 32)
     for one, other in zip(paged.attend(call, spans), high, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "has_bias"),
+    [
+        (70, 96, 1024, False),  # four chains
+        pytest.param(200, 150, 72, True, marks=pytest.mark.slow),
+        pytest.param(131, 130, 1024, True, marks=pytest.mark.slow),
+    ],
+)
+def test_products_by_tma_have_the_bits_of_others(rows: int, outputs: int, inputs: int, has_bias: bool) -> None:
+    dtype = torch.float16 if INTERPRETED else DTYPES[-1]
+    x, matrix = randn(dtype, 1, rows, inputs), randn(dtype, 2, outputs, inputs)
+    bias = randn(dtype, 3, outputs) if has_bias else None
+    packed = ops.PackedWeight(outputs, inputs, dtype, to_device(matrix))
+    linear, gated = (OPS[name].implementations["triton"].call for name in ("linear", "gated_linear"))
+
+    def products() -> list[torch.Tensor]:
+        arguments = to_device(x), packed, None if bias is None else to_device(bias)
+        return [linear(*arguments), linear(*arguments, torch.float32), gated(*arguments, "silu")]
+
+    expected = products()
+    candidates.use({"linear_tma"})
+    assert by_tma.fits(to_device(x), packed.packed, dense.chains(outputs, inputs))
+    assert not by_tma.fits(to_device(x)[:64], packed.packed) and not by_tma.fits(to_device(x).float(), packed.packed)
+    for one, other in zip(products(), expected, strict=True):
         assert torch.equal(one, other)
 
 

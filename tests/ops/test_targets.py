@@ -92,8 +92,9 @@ def test_every_kernel_compiles_for_sm_90(compiled: dict[str, Any]) -> None:
         "prefill",
     }
     source = Path(dense.__file__).parent
+    on_trial = {"linear_tma", "gated_tma", "add_chains"}
     kernels = {name for file in source.rglob("*.py") for name in re.findall(r"def (\w+)_kernel\(", file.read_text())}
-    assert kernels == {name.partition("#")[0] for name in compiled}
+    assert kernels == {name.partition("#")[0] for name in compiled} | on_trial
     for name, figures in variants(
         compiled,
         "linear",
@@ -189,3 +190,14 @@ def test_candidates_fit_and_multiply_in_one_order_on_sm_90(tmp_path: Path) -> No
     plain = decode["decode"]
     assert plain["stack"] == 0
     assert [chain["length"] for chain in plain["warp_chains"]] == [64 // 16, 128 // 16]  # of keys, and of a head
+    products = variants(report["kernels"], "linear_tma", "gated_tma")
+    assert len(products) == 4
+    for name, figures in products.items():
+        assert figures["warps"] == 12, f"{name} has no warps that fetch: {figures}"
+        assert figures["registers"] <= 168 and figures["stack"] == 0 and figures["shared"] <= 227 << 10, f"{name}"
+        assert figures["waits"] and not figures["fma"], f"{name}: {figures}"
+        assert len(figures["chains"]) == 2 * (1 + name.startswith("gated")), f"{name}: both groups multiply all rows"
+        for chain in figures["chains"]:
+            assert chain | {"inputs": [16], "fresh": False, "adds": True, "ascending": True} == chain, (
+                f"{name}: {chain}"
+            )

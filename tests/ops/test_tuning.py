@@ -72,8 +72,8 @@ def test_written_entries_are_used_and_float8_keeps_its_entries(program: Any) -> 
 
 
 def small_cases(program: Any) -> dict[str, Any]:
-    step, chat = program.Step(2, 70, 2, 1, 16), program.Chat(2, 90)
-    return {name: [step if name.startswith("decode") else chat] for name in candidates.BY_NAME}
+    cases = {"sample_few": program.Chat(2, 90), "linear_tma": program.Products(70, 64, 64, 64)}
+    return {name: [cases.get(name, program.Step(2, 70, 2, 1, 16))] for name in candidates.BY_NAME}
 
 
 def test_every_candidate_has_cases(program: Any) -> None:

@@ -45,6 +45,11 @@ CANDIDATES = (
         ("maxima", "bound", "largest", "draw"),
         "a small top-k is drawn from without dividing, clearing or filtering logits: 256 rows 410 -> 90 us",
     ),
+    Candidate(
+        "linear_tma",
+        ("linear_tma", "gated_tma", "add_chains"),
+        "a warp of its own fetches the inputs of products of 65 rows and more: 8B with 256 rows 220 -> 175 us a layer",
+    ),
 )
 BY_NAME = {candidate.name: candidate for candidate in CANDIDATES}
 FILE = Path("~/.config/tokserve/gpu-candidates.json")  # the names of those that are on, by the GPU's name

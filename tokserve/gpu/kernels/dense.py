@@ -33,6 +33,8 @@ from tokserve.gpu.kernels.launch import (
     tuned,
     wait_for_inputs,
 )
+from tokserve.gpu.kernels.products import by_tma
+from tokserve.gpu.kernels.products.tiles import BAND, tile_of
 from tokserve.ops import dense
 from tokserve.ops.dense import PackedWeight
 from tokserve.ops.float8 import STEP
@@ -45,7 +47,6 @@ MOST_APART = 64  # rows up to which chains have programs of their own, unless th
 LIBRARY_ROWS = (2048, 1024)  # numbers of rows that a library is given
 _accepted: set[tuple[int, int, torch.dtype]] = set()  # outputs, inputs and dtype of weights that it may multiply
 PREFETCHED = tl.constexpr(8)  # lines of 64 inputs, for each output
-BAND = 8  # tiles of rows computed before the next outputs: their inputs stay in the L2 cache
 
 
 @triton.jit
@@ -128,17 +129,6 @@ def all_chains(x_ptrs, weight_ptrs, x_valid, weight_valid, inputs, length, BLOCK
         weight = tl.load(weight_ptrs + start, mask=weight_valid, other=0.0)
         sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
     return total + sums
-
-
-@triton.jit
-def tile_of(rows, outputs, BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows and outputs of a program: BAND tiles of rows with the same outputs follow one another."""
-    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(outputs, BLOCK_N)
-    band = tl.program_id(0) // (BAND * tiles_n)
-    height = tl.minimum(tiles_m - band * BAND, BAND)
-    within = tl.program_id(0) % (BAND * tiles_n)
-    row = (band * BAND + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    return row, within // height * BLOCK_N + tl.arange(0, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -390,12 +380,14 @@ def product(
     each.
     """
     (rows, inputs), outputs = x.shape, out.shape[1]
+    parts = chains(outputs, inputs) if scales is None else 1
+    if scales is None and by_tma.fits(x, weight, parts):
+        return by_tma.product(x, weight, bias, out, parts)
     if rows:
         device = x.device.index
         config = tuned("linear", device, rows=rows, outputs=outputs, bytes=x.element_size())
         block_m, block_n = config["tile"]
         block_k = config.get("step", BLOCK_K) if scales is None else float8_step(group)
-        parts = chains(outputs, inputs) if scales is None else 1
         grid = (cdiv(rows, block_m) * cdiv(outputs, block_n), parts)
         apart = parts > 1 and grid[0] <= COUNTERS and config.get("apart", rows <= MOST_APART)
         memory = x.new_empty((parts, rows, outputs), dtype=torch.float32) if apart else out

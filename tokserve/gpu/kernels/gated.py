@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tokserve.gpu.kernels import elementwise, int8
 from tokserve.gpu.kernels.dense import (
-    BAND,
     BLOCK_K,
     PREFETCHED,
     add_step,
@@ -21,7 +20,6 @@ from tokserve.gpu.kernels.dense import (
     float8_step,
     is_library_used,
     linear,
-    tile_of,
 )
 from tokserve.gpu.kernels.elementwise import ACTIVATIONS, active
 from tokserve.gpu.kernels.launch import (
@@ -33,6 +31,8 @@ from tokserve.gpu.kernels.launch import (
     tuned,
     wait_for_inputs,
 )
+from tokserve.gpu.kernels.products import by_tma
+from tokserve.gpu.kernels.products.tiles import BAND, tile_of
 from tokserve.ops import dense, quant
 from tokserve.ops.dense import PackedWeight
 from tokserve.ops.quant import PackedInt8
@@ -127,6 +127,8 @@ def gated_product(
 ) -> Tensor:
     """out [T,I] from x [T,K] and the weight [2I,K], which has one chain; `scales` as those of `dense.product`."""
     (rows, inputs), inner = x.shape, out.shape[1]
+    if scales is None and by_tma.fits(x, weight):
+        return by_tma.gated_product(x, weight, bias, out, activation)
     if rows:
         device = x.device.index
         config = tuned("linear", device, rows=rows, outputs=2 * inner, bytes=x.element_size())

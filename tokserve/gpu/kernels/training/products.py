@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokserve.gpu.kernels.dense import BAND, tile_of
 from tokserve.gpu.kernels.launch import EXACT, cdiv
+from tokserve.gpu.kernels.products.tiles import BAND, tile_of
 from tokserve.ops import gradients
 
 TILE = (128, 128, 64)  # rows, columns, and steps of K

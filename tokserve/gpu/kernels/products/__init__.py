@@ -1,0 +1,1 @@
+"""Parts of matrix products: how tiles follow one another, and products whose inputs a warp of their own fetches."""
