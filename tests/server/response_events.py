@@ -49,11 +49,13 @@ def item_of(rest: Any, added: dict[str, Any], place: int) -> dict[str, Any]:
     elif "action" in item or "operation" in item or "execution" in item:
         return whole_item_of(rest, item, place)
     else:
-        event, at = next(rest), at | {"content_index": 0}
+        event = next(rest)
         part = event["part"]
-        name = part["type"]
-        assert item["content"] == [] and part["text"] == "" and event["type"] == "response.content_part.added"
-        assert {"output_text": "message", "reasoning_text": "reasoning"}[name] == item["type"]
+        name = {"summary_text": "reasoning_summary_text"}.get(part["type"], part["type"])
+        place_of, of_part = ("summary", "reasoning_summary_part") if "summary" in name else ("content", "content_part")
+        at |= {f"{place_of}_index": 0}
+        assert item["content"] == [] and part["text"] == "" and event["type"] == f"response.{of_part}.added"
+        assert ("message" if name == "output_text" else "reasoning") == item["type"]
     text, entries = "", []
     for event in rest:
         assert {key: event[key] for key in at} == at and len(event) > 3
@@ -68,12 +70,12 @@ def item_of(rest: Any, added: dict[str, Any], place: int) -> dict[str, Any]:
         assert key == "input" or event["name"] == item["name"]
     else:
         part |= {"text": text} | ({"logprobs": entries} if name == "output_text" else {})
-        item["content"] = [part]
+        item[place_of] = [part]
         event = next(rest)
-        assert event["type"] == "response.content_part.done" and event["part"] == part
+        assert event["type"] == f"response.{of_part}.done" and event["part"] == part
     event = next(rest)
     assert event["type"] == "response.output_item.done" and event["output_index"] == place
-    item["status"] = event["item"]["status"]
+    item |= {name: event["item"][name] for name in ("status", "encrypted_content") if name in event["item"]}
     assert event["item"] == item and item["status"] in ("completed", "incomplete")
     return item
 

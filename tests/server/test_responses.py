@@ -316,6 +316,19 @@ def test_reasoning_goes_back_in_the_field_for_encrypted_reasoning_too() -> None:
     assert "encrypted_content" not in ask(s, tools=TOOLS)["output"][0]
 
 
+def test_reasoning_is_the_summary_of_clients_that_ask_for_one() -> None:
+    fields = {"tools": TOOLS, "reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]}
+    s = chat_site(f"<think>\nhm\n</think>\n\nOk\n{CALL}", THINKER, reasoning_parser="qwen3")
+    reply = ask(s, **fields)
+    thought = reply["output"][0]
+    assert thought["summary"] == [{"type": "summary_text", "text": "hm"}] and thought["content"] == []
+    assert reply["reasoning"] == {"effort": None, "summary": "auto"}
+    assert put_together(streamed(s, **fields))["output"] == reply["output"]
+    ask(s, [HI, *reply["output"]], **fields)
+    first, *_, last = (TOKENIZER.decode(call.prompt, False) for call in s.llm.calls)
+    assert last.startswith(first + "<think>\nhm\n</think>\n\nOk")
+
+
 def test_effort_and_tools_reach_the_template() -> None:
     for fields, as_chat in (
         ({"reasoning": {"effort": "none"}}, {"reasoning_effort": "none"}),
@@ -338,11 +351,11 @@ def test_sampling_and_serving_fields_arrive() -> None:
 
 
 def test_fields_without_effect_are_listed() -> None:
-    fields = {"reasoning": {"effort": "low", "summary": "auto"}, "text": {"shape": 1}, "frobnicate": 2}
+    fields = {"reasoning": {"effort": "low", "generate_summary": "auto"}, "text": {"shape": 1}, "frobnicate": 2}
     fields["truncation"] = "auto"
     answer = site(says("a")).post(RESPONSES, {"input": "x"} | fields)
     ignored = set(answer.headers["x-ignored-fields"].split(", "))
-    assert ignored == {"frobnicate", "text.shape", "reasoning.summary", "reasoning.effort", "truncation"}
+    assert ignored == {"frobnicate", "text.shape", "reasoning.generate_summary", "reasoning.effort", "truncation"}
     assert answer.json()["truncation"] == "disabled"
     quiet = {
         "store": False,
@@ -417,6 +430,7 @@ def test_fields_without_effect_are_listed() -> None:
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "required"),
         ({"text": {"format": 5}}, "text.format", "object"),
         ({"reasoning": {"effort": "much"}}, "reasoning.effort", "low"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary", "concise"),
         ({"metadata": {"a": 1}}, "metadata.a", ""),
         ({"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}}, "text.format", "both"),
         ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex", ""),

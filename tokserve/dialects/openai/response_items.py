@@ -37,6 +37,12 @@ class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
     text: str = ""
 
 
+class SummaryText(msgspec.Struct, tag_field="type", tag="summary_text"):
+    """The part of a reasoning item for clients that ask for a summary: all of the text."""
+
+    text: str = ""
+
+
 class OutputMessage(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
     """A message of the assistant."""
 
@@ -52,7 +58,7 @@ class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=T
 
     id: str
     status: str = "in_progress"
-    summary: list[Any] = []
+    summary: list[SummaryText] = []
     content: list[ReasoningText] = []
     encrypted_content: str | UnsetType = UNSET
 
@@ -78,18 +84,27 @@ def decoded_reasoning(content: Any) -> str:
 class _OpenText:
     """The message or reasoning that is being written; emits its events."""
 
-    def __init__(self, kind: str, item: OutputMessage | ReasoningItem, index: int, emit: EmitEvent) -> None:
+    def __init__(
+        self, kind: str, item: OutputMessage | ReasoningItem, index: int, emit: EmitEvent, *, summarized: bool = False
+    ) -> None:
         self.kind = kind
         self.item = item
         self._texts: list[str] = []
-        self._position: dict[str, Any] = {"item_id": item.id, "output_index": index, "content_index": 0}
+        self._position: dict[str, Any] = {"item_id": item.id, "output_index": index}
+        self._position["summary_index" if summarized else "content_index"] = 0
         self._emit = emit
+        self._part: OutputText | ReasoningText | SummaryText
         emit("output_item.added", {"output_index": index, "item": item})
         if isinstance(item, OutputMessage):
-            self._name, item.content = "output_text", [OutputText()]
+            self._name, self._part_name, self._part = "output_text", "content_part", OutputText()
+            item.content = [self._part]
+        elif summarized:
+            self._name, self._part_name, self._part = "reasoning_summary_text", "reasoning_summary_part", SummaryText()
+            item.summary = [self._part]
         else:
-            self._name, item.content = "reasoning_text", [ReasoningText()]
-        emit("content_part.added", self._position | {"part": item.content[0]})
+            self._name, self._part_name, self._part = "reasoning_text", "content_part", ReasoningText()
+            item.content = [self._part]
+        emit(f"{self._part_name}.added", self._position | {"part": self._part})
 
     def add(self, text: str, tokens: Sequence[OutputToken]) -> None:
         """Append text and tokens; only messages show logprobs."""
@@ -105,12 +120,11 @@ class _OpenText:
 
     def close(self, status: str) -> None:
         """Complete the item."""
-        item, text = self.item, "".join(self._texts)
-        part = item.content[0]
+        item, part, text = self.item, self._part, "".join(self._texts)
         part.text = text
         logprobs = {"logprobs": part.logprobs} if isinstance(part, OutputText) else {}
         self._emit(f"{self._name}.done", self._position | {"text": text} | logprobs)
-        self._emit("content_part.done", self._position | {"part": part})
+        self._emit(f"{self._part_name}.done", self._position | {"part": part})
         item.status = status
         if isinstance(item, ReasoningItem) and item.encrypted_content is not UNSET:
             item.encrypted_content = encoded_reasoning(text)
@@ -126,7 +140,7 @@ class OutputItems:
 
     `offset`: to assign tokens to items; None: tokens are not assigned.  `served`: what the functions of the chat stand
     for; `raw`: the custom tool whose input the whole answer is, by its name in the chat; `encoded`: reasoning has its
-    `encrypted_content`.
+    `encrypted_content`; `summarized`: its text is its summary.
     """
 
     def __init__(
@@ -140,7 +154,9 @@ class OutputItems:
         raw: str | None = None,
         *,
         encoded: bool = False,
+        summarized: bool = False,
     ) -> None:
+        self._summarized = summarized
         self._encrypted_content: str | UnsetType = "" if encoded else UNSET  # of an item that begins
         self._written: list[_OpenItem] = []  # the last one may be open
         self._key, self._call_key = key, call_key
@@ -203,7 +219,7 @@ class OutputItems:
             opened = open_call(tool, call_id, item_id, called, index, self._emit, raw=raw is not None)
         elif kind == "reasoning":
             item = ReasoningItem(id=f"rs_{self._key}-{index}", encrypted_content=self._encrypted_content)
-            opened = _OpenText(kind, item, index, self._emit)
+            opened = _OpenText(kind, item, index, self._emit, summarized=self._summarized)
         else:
             opened = _OpenText(kind, OutputMessage(id=f"msg_{self._key}-{index}"), index, self._emit)
         self._written.append(opened)

@@ -310,6 +310,7 @@ class ResponsesRenderer:
             responses_call.tools.served,
             responses_call.raw,
             encoded=ENCODED in (request_body.include or ()),
+            summarized=(request_body.reasoning or schemas.ReasoningOptions()).summary is not None,
         )
         self._token_ids: list[int] = []
         self._last: ChoiceOutput | None = None
@@ -394,6 +395,7 @@ class ResponsesRenderer:
     def _reply(self) -> ResponsesReply:
         request, params = self._body, self._call.params
         form = request.text.format if request.text else None
+        reasoning = request.reasoning or schemas.ReasoningOptions()
         return ResponsesReply(
             id=ID_PREFIX + self._generation.key,
             created_at=self._created,
@@ -402,7 +404,7 @@ class ResponsesRenderer:
             max_output_tokens=request.max_output_tokens,
             max_tool_calls=request.max_tool_calls,
             parallel_tool_calls=request.parallel_tool_calls is not False,
-            reasoning={"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
+            reasoning={"effort": reasoning.effort, "summary": reasoning.summary},
             temperature=params.temperature,
             text={"format": form or {"type": "text"}},
             tool_choice=request.tool_choice or "auto",

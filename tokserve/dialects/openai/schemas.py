@@ -218,9 +218,10 @@ class TextOptions(OptionsModel):
 
 
 class ReasoningOptions(OptionsModel):
-    """How much a model thinks before it answers."""
+    """How much a model thinks before it answers.  `summary`: reasoning is returned as a summary, which is all of it."""
 
     effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ResponsesBody(GeneratingBody):
