@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -315,6 +316,16 @@ def test_a_lease_that_ends_gives_the_session_to_another_trainer() -> None:
     assert server.get("/sessions/next?lease=0").json()["session_id"] == "s"
     assert server.get("/sessions/next?lease=1000").json()["session_id"] == "s"
     assert server.get("/sessions/next").json()["session_id"] is None
+
+
+def test_a_clock_that_is_set_ends_no_lease_and_drops_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = agents_site("A", max_sessions=1)
+    chat(server, [{"role": "user", "content": "q"}])
+    server.post("/sessions/s/close")
+    assert server.get("/sessions/next?lease=1000").json()["session_id"] == "s"
+    monkeypatch.setattr(time, "time", lambda: 4e9)
+    assert server.get("/sessions/next?wait=0").json()["session_id"] is None
+    assert server.post("/sessions", {}).json()["error"]["code"] == "too_many_sessions"
 
 
 def test_a_session_that_is_made() -> None:

@@ -24,6 +24,12 @@ CONTINUES_SOON = 5.0  # seconds that a request waits for the end of the answer w
 MAX_WAIT = 300.0  # seconds of one call that waits for a session
 SWEEP = 30.0  # seconds between two searches for sessions that were not used for too long
 LISTS = 0.1  # seconds between two looks of a call that waits for any change
+START = time.time() - time.monotonic()
+
+
+def steady_time() -> float:
+    """Seconds of Unix time by the clock of the start.  A clock that is set later ends no lease and drops no session."""
+    return START + time.monotonic()
 
 
 class SessionCounters(msgspec.Struct):
@@ -77,7 +83,7 @@ class SessionService:
         """Drop sessions that are not used, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP)
-            if self.store.expire(time.time()):
+            if self.store.expire(steady_time()):
                 self.changes.fire()
 
 
@@ -99,7 +105,7 @@ def make_service(config: Config) -> SessionService:
     )
     if files is not None:
         files.load(store)
-        store.expire(time.time())
+        store.expire(steady_time())
     return SessionService(store, files)
 
 
@@ -141,7 +147,7 @@ class FindTurn(SessionCall):
     async def run(self, service: SessionService) -> Match:
         deadline, store = time.monotonic() + self.longest_wait(), service.store
         while True:
-            match = store.match(self.owner, self.session_id, self.context, self.digests, time.time())
+            match = store.match(self.owner, self.session_id, self.context, self.digests, steady_time())
             deeper = set(self.digests[max(match.num_messages - 1, 0) :]).intersection(self.expects_answer)
             if not store.is_running(self.owner, self.session_id, deeper) or not await service.changes.wait(deadline):
                 return match
@@ -157,7 +163,7 @@ class BeginRequest(SessionNotice):
     digest: bytes
 
     def apply(self, service: SessionService) -> None:
-        service.store.begin(self.owner, self.session_id, self.number, self.request_id, self.digest, time.time())
+        service.store.begin(self.owner, self.session_id, self.number, self.request_id, self.digest, steady_time())
 
 
 class AddTurn(SessionNotice):
@@ -170,7 +176,7 @@ class AddTurn(SessionNotice):
     answer: TurnAnswer
 
     def apply(self, service: SessionService) -> None:
-        added = service.store.add(self.owner, self.session_id, self.number, self.prompt, self.answer, time.time())
+        added = service.store.add(self.owner, self.session_id, self.number, self.prompt, self.answer, steady_time())
         counters = service.counters
         if added is None:
             counters.lost += 1
@@ -193,7 +199,7 @@ class EndRequest(SessionNotice):
     request_id: str
 
     def apply(self, service: SessionService) -> None:
-        service.store.end(self.owner, self.session_id, self.request_id, time.time())
+        service.store.end(self.owner, self.session_id, self.request_id, steady_time())
         service.changes.fire()
 
 
@@ -207,7 +213,7 @@ class CreateSession(SessionCall):
     metadata: dict[str, Any]
 
     async def run(self, service: SessionService) -> str:
-        return service.store.create(self.owner, self.session_id, self.metadata, time.time())
+        return service.store.create(self.owner, self.session_id, self.metadata, steady_time())
 
 
 class ListSessions(SessionCall):
@@ -271,7 +277,7 @@ class CloseSession(SessionCall):
     session_id: str
 
     async def run(self, service: SessionService) -> Summary:
-        closed = service.store.close(self.owner, self.session_id, time.time())
+        closed = service.store.close(self.owner, self.session_id, steady_time())
         service.closings.fire()
         service.changes.fire()
         return closed
@@ -301,7 +307,7 @@ class AddMetadata(SessionCall):
     turn_id: str | None
 
     async def run(self, service: SessionService) -> Summary:
-        changed = service.store.add_metadata(self.owner, self.session_id, self.metadata, self.turn_id, time.time())
+        changed = service.store.add_metadata(self.owner, self.session_id, self.metadata, self.turn_id, steady_time())
         service.changes.fire()
         return changed
 
@@ -322,7 +328,7 @@ class NextSession(SessionCall):
     async def run(self, service: SessionService) -> Session | None:
         deadline = time.monotonic() + self.longest_wait()
         while True:
-            now = time.time()
+            now = steady_time()
             session = service.store.take(self.owner, self.lease, now)
             if session is not None:
                 return session
