@@ -266,9 +266,10 @@ class Products:
     hidden: int = 4096
     inner: int = 12288
     queries: int = 4096  # outputs; those of keys and values are a quarter each
+    float8: bool = False
 
     def __str__(self) -> str:
-        return f"products of {self.rows} rows, hidden {self.hidden}"
+        return f"products of {self.rows} rows, hidden {self.hidden}{', float8' if self.float8 else ''}"
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> Callable[[], list[Tensor]]:
         """Prepare weights of two layers; the returned function multiplies by all: qkv, out, gate and up, down."""
@@ -279,11 +280,17 @@ class Products:
             (self.hidden, self.inner),
         )
         weights = [[random_weight(*size, device, dtype) for size in sizes] for _ in range(2)]
+        pack = call("pack_linear_float8")
+        of_float8 = [pack(weight.packed) for layer in weights for weight in layer] if self.float8 else []
         widths = (self.hidden, self.queries, self.hidden, self.inner)
         inputs = [torch.randn(self.rows, width, device=device, dtype=dtype) for width in widths]
 
         def run() -> list[Tensor]:
-            results = []
+            results: list[Tensor] = []
+            if self.float8:
+                return [
+                    call("linear_float8")(inputs[number % 4], weight, None) for number, weight in enumerate(of_float8)
+                ]
             for qkv, out, gate_up, down in weights:
                 results += [call("linear")(x, weight, None) for x, weight in zip(inputs[:2], (qkv, out), strict=True)]
                 results += [
@@ -314,6 +321,7 @@ CASES: dict[str, Sequence[Case]] = {  # by candidate
     "decode_early": STEPS_OF_8B + OTHER_STEPS,
     "sample_few": (Chat(1), Chat(64), Chat(256)),
     "linear_tma": (*map(Products, (80, 128, 256, 512, 2048)), Products(256, 1024, 3072, 2048)),
+    "float8_tma": tuple(Products(rows, float8=True) for rows in (80, 128, 256, 512, 2048)),
 }
 LAYERS = 4
 ROUNDS, REPEATS = 9, 8  # turns, and runs of a case in each

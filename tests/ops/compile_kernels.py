@@ -313,6 +313,9 @@ def candidate_calls() -> None:
         call["linear"](x, packed, None)
     call["gated_linear"](x, packed, None, "silu")
     call["linear"](torch.empty(600, 4096, dtype=BF16), packed, None)
+    values, scales = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn), torch.empty(32, 4096)
+    for group in (4096, 128):
+        call["linear_float8"](x, ops.PackedFloat8(4096, 4096, values, scales[: 4096 // group], group), None)
 
 
 def rank_calls() -> None:

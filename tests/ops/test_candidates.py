@@ -82,6 +82,20 @@ def test_products_by_tma_have_the_bits_of_others(rows: int, outputs: int, inputs
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("group", [0, pytest.param(128, marks=pytest.mark.slow)])
+def test_float8_products_by_tma_have_the_bits_of_others(group: int) -> None:
+    values, scales = (randn(torch.float32, seed, *size) for seed, size in ((2, (96, 256)), (4, (2, 96))))
+    packed = OPS["pack_linear_float8"].implementations["triton"].call(to_device(values))
+    if group:
+        packed = ops.PackedFloat8(96, 256, packed.packed, to_device(scales.abs()), group)
+    x = to_device(randn(torch.float16 if INTERPRETED else DTYPES[-1], 1, 70, 256))
+    linear = OPS["linear_float8"].implementations["triton"].call
+    expected = linear(x, packed, None)
+    candidates.use({"float8_tma"})
+    assert by_tma.fits(packed.packed, packed.packed)
+    assert torch.equal(linear(x, packed, None), expected)
+
+
 @pytest.mark.slow
 def test_few_ids_are_drawn_as_from_filtered_logits() -> None:
     few, cut, draw, score = (on_device(name) for name in ("sample_few", "filter_logits", "sample", "logprobs"))

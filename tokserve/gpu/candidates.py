@@ -50,6 +50,11 @@ CANDIDATES = (
         ("linear_tma", "gated_tma", "add_chains"),
         "a warp of its own fetches the inputs of products of 65 rows and more: 8B with 256 rows 220 -> 175 us a layer",
     ),
+    Candidate(
+        "float8_tma",
+        ("linear_tma",),
+        "the same of float8: 8B with 256 rows 22.7 -> 18 ms a step, with decode_tile 14",
+    ),
 )
 BY_NAME = {candidate.name: candidate for candidate in CANDIDATES}
 FILE = Path("~/.config/tokserve/gpu-candidates.json")  # the names of those that are on, by the GPU's name

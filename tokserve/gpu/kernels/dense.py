@@ -34,7 +34,7 @@ from tokserve.gpu.kernels.launch import (
     wait_for_inputs,
 )
 from tokserve.gpu.kernels.products import by_tma
-from tokserve.gpu.kernels.products.tiles import BAND, tile_of
+from tokserve.gpu.kernels.products.tiles import BAND, add_step, store_product, tile_of
 from tokserve.ops import dense
 from tokserve.ops.dense import PackedWeight
 from tokserve.ops.float8 import STEP
@@ -47,36 +47,6 @@ MOST_APART = 64  # rows up to which chains have programs of their own, unless th
 LIBRARY_ROWS = (2048, 1024)  # numbers of rows that a library is given
 _accepted: set[tuple[int, int, torch.dtype]] = set()  # outputs, inputs and dtype of weights that it may multiply
 PREFETCHED = tl.constexpr(8)  # lines of 64 inputs, for each output
-
-
-@triton.jit
-def add_step(
-    sums,
-    x,
-    weight,
-    weight_scale_ptr,
-    start,
-    output,
-    outputs,
-    width,
-    SCALED: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """sums [M,N] and the products of one step's inputs, from `start` on: x [M,BLOCK_K] times weight [N,BLOCK_K].
-
-    GROUP > 0: scales are [inputs / GROUP, width]; those of `output` [N], as far as that is below `outputs`, count.
-    """
-    if GROUP > 0:
-        scale = tl.load(weight_scale_ptr + start // GROUP * width + output, mask=output < outputs, other=0.0)
-        sums += tl.dot(x, tl.trans(weight)) * scale[None, :]
-    elif x.dtype == tl.int8:
-        sums = tl.dot(x, tl.trans(weight), sums, out_dtype=tl.int32)
-    elif SCALED:
-        sums = tl.dot(x, tl.trans(weight), sums, max_num_imprecise_acc=BLOCK_K)
-    else:
-        sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
-    return sums
 
 
 @triton.jit
@@ -258,33 +228,6 @@ def linear_kernel(
         )
 
 
-@triton.jit
-def store_product(
-    sums,
-    out_ptr,
-    bias_ptr,
-    x_scale_ptr,
-    weight_scale_ptr,
-    row,
-    output,
-    offset,
-    valid,
-    rows,
-    outputs,
-    SCALED: tl.constexpr,
-    GROUP: tl.constexpr,
-    BIAS: tl.constexpr,
-):
-    """A tile's sums times their scales, plus the bias."""
-    if SCALED:
-        sums = sums.to(tl.float32) * tl.load(x_scale_ptr + row, mask=row < rows, other=0.0)[:, None]
-        if GROUP == 0:
-            sums = sums * tl.load(weight_scale_ptr + output, mask=output < outputs, other=0.0)[None, :]
-    if BIAS:
-        sums += tl.load(bias_ptr + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
-    tl.store(out_ptr + offset, sums.to(out_ptr.dtype.element_ty), mask=valid)
-
-
 @dense.pack_linear.implement("cublas", device="cuda")
 @dense.pack_linear.implement("triton", device="cuda")
 @dense.pack_gated.implement("cublas", device="cuda")
@@ -381,8 +324,9 @@ def product(
     """
     (rows, inputs), outputs = x.shape, out.shape[1]
     parts = chains(outputs, inputs) if scales is None else 1
-    if scales is None and by_tma.fits(x, weight, parts):
-        return by_tma.product(x, weight, bias, out, parts)
+    if by_tma.fits(x, weight, parts):
+        step = BLOCK_K if scales is None else float8_step(group)
+        return by_tma.product(x, weight, bias, out, parts, step, scales, group)
     if rows:
         device = x.device.index
         config = tuned("linear", device, rows=rows, outputs=outputs, bytes=x.element_size())

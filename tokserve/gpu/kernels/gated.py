@@ -15,7 +15,6 @@ from tokserve.gpu.kernels import elementwise, int8
 from tokserve.gpu.kernels.dense import (
     BLOCK_K,
     PREFETCHED,
-    add_step,
     chains,
     float8_step,
     is_library_used,
@@ -32,7 +31,7 @@ from tokserve.gpu.kernels.launch import (
     wait_for_inputs,
 )
 from tokserve.gpu.kernels.products import by_tma
-from tokserve.gpu.kernels.products.tiles import BAND, tile_of
+from tokserve.gpu.kernels.products.tiles import BAND, add_step, tile_of
 from tokserve.ops import dense, quant
 from tokserve.ops.dense import PackedWeight
 from tokserve.ops.quant import PackedInt8

@@ -25,9 +25,10 @@ from tokserve.gpu.kernels.launch import (
     tuned,
     wait_for_inputs,
 )
-from tokserve.gpu.kernels.products.tiles import BAND, tile_of, tile_start
+from tokserve.gpu.kernels.products.tiles import BAND, add_step, store_product, tile_of, tile_start
 
-STEP = 64  # inputs fetched at once
+STEP = 64  # inputs fetched at once, of a gate and what it gates
+CANDIDATES = {torch.bfloat16: "linear_tma", torch.float16: "linear_tma", torch.float8_e4m3fn: "float8_tma"}
 WARPS = 4  # of each group
 LEAST_ROWS = 65  # with fewer, all rows are in one tile of `dense`
 MOST_PART_ROWS = 1024  # of a weight with several chains, whose sums take memory
@@ -47,10 +48,14 @@ def linear_tma_kernel(
     weight_ptr,
     bias_ptr,
     out_ptr,
+    x_scale_ptr,
+    weight_scale_ptr,
     rows,
     outputs,
     inputs,
     x_stride,
+    SCALED: tl.constexpr,
+    GROUP: tl.constexpr,
     BIAS: tl.constexpr,
     BAND: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -59,27 +64,41 @@ def linear_tma_kernel(
     CHAINS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A tile of x W^T + bias, or with CHAINS > 1 of the sums of one part of the inputs [CHAINS,rows,outputs]."""
+    """A tile of x W^T + bias, with scales as in `dense.linear_kernel`; with CHAINS > 1, and then without bias, of the
+    sums of one part of the inputs [CHAINS,rows,outputs]."""
     x_blocks = describe(x_ptr, rows, inputs, x_stride, BLOCK_M, BLOCK_K)
     weight_blocks = describe(weight_ptr, outputs, inputs, inputs, BLOCK_N, BLOCK_K)
     wait_for_inputs(DEPENDENT)
     first_row, first_output = tile_start(rows, outputs, BAND, BLOCK_M, BLOCK_N)
+    row, output = tile_of(rows, outputs, BAND, BLOCK_M, BLOCK_N)
     length = inputs // CHAINS
     first = tl.program_id(1) * length if CHAINS > 1 else 0
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(first, first + length, BLOCK_K, warp_specialize=True):
         x = x_blocks.load([first_row, start])
         weight = weight_blocks.load([first_output, start])
-        sums = tl.dot(x, weight.T, sums, input_precision="ieee")
+        sums = add_step(sums, x, weight, weight_scale_ptr, start, output, outputs, outputs, SCALED, GROUP, BLOCK_K)
     launch_dependents(DEPENDENT)
-    row, output = tile_of(rows, outputs, BAND, BLOCK_M, BLOCK_N)
-    if BIAS and CHAINS == 1:
-        sums += tl.load(bias_ptr + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
     if CHAINS > 1:
         out_ptr += tl.program_id(1) * rows.to(tl.int64) * outputs
     offset = row.to(tl.int64)[:, None] * outputs + output[None, :]
     valid = (row < rows)[:, None] & (output < outputs)[None, :]
-    tl.store(out_ptr + offset, sums.to(out_ptr.dtype.element_ty), mask=valid)
+    store_product(
+        sums,
+        out_ptr,
+        bias_ptr,
+        x_scale_ptr,
+        weight_scale_ptr,
+        row,
+        output,
+        offset,
+        valid,
+        rows,
+        outputs,
+        SCALED,
+        GROUP,
+        BIAS,
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -150,7 +169,8 @@ def gated_tma_kernel(
 
 def fits(x: Tensor, weight: Tensor, chains: int = 1) -> bool:
     """Whether x [T,K] times the weight's [N,K] transpose, summed in so many chains, is computed here."""
-    if not candidates.is_on("linear_tma") or len(x) < LEAST_ROWS or x.element_size() != 2:
+    candidate = CANDIDATES.get(x.dtype)
+    if candidate is None or not candidates.is_on(candidate) or len(x) < LEAST_ROWS:
         return False
     return (
         has_tma(x.device.index)
@@ -166,11 +186,20 @@ def has_tma(device: int | None) -> bool:
     return device is None or bool(tuned("launch", device).get("tma", False))
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, chains: int) -> Tensor:
-    """out [T,N] = x [T,K] times the weight's [N,K] transpose, plus bias; what `fits`."""
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    chains: int,
+    step: int,
+    scales: tuple[Tensor, Tensor] | None,
+    group: int,
+) -> Tensor:
+    """`dense.product` of what `fits`, in so many chains, and with so many inputs fetched at once."""
     (rows, inputs), outputs = x.shape, out.shape[1]
     device = x.device.index
-    config = tuned("linear_tma", device, rows=rows, chains=chains)
+    config = tuned("linear_tma", device, rows=rows, chains=chains, bytes=x.element_size())
     block_m, block_n = config["tile"]
     parts = out if chains == 1 else x.new_empty((chains, rows, outputs), dtype=torch.float32)
     triton.set_allocator(allocate)
@@ -179,15 +208,18 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, chains:
         weight,
         out if bias is None else bias,
         parts,
+        *(scales or (out, out)),
         rows,
         outputs,
         inputs,
         x.stride(0),
-        bias is not None,
+        scales is not None,
+        group,
+        bias is not None and chains == 1,
         BAND,
         block_m,
         block_n,
-        STEP,
+        step,
         chains,
         is_dependent(device),
         num_warps=WARPS,

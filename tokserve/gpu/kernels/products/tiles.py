@@ -1,4 +1,4 @@
-"""The order of a product's tiles."""
+"""Parts of every product: the order of its tiles, what a step adds to a tile's sums, and how these are stored."""
 
 from __future__ import annotations
 
@@ -23,3 +23,60 @@ def tile_of(rows, outputs, BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: t
     """All rows and outputs of a program."""
     row, output = tile_start(rows, outputs, BAND, BLOCK_M, BLOCK_N)
     return row + tl.arange(0, BLOCK_M), output + tl.arange(0, BLOCK_N)
+
+
+@triton.jit
+def add_step(
+    sums,
+    x,
+    weight,
+    weight_scale_ptr,
+    start,
+    output,
+    outputs,
+    width,
+    SCALED: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """sums [M,N] and the products of one step's inputs, from `start` on: x [M,BLOCK_K] times weight [N,BLOCK_K].
+
+    GROUP > 0: scales are [inputs / GROUP, width]; those of `output` [N], as far as that is below `outputs`, count.
+    """
+    if GROUP > 0:
+        scale = tl.load(weight_scale_ptr + start // GROUP * width + output, mask=output < outputs, other=0.0)
+        sums += tl.dot(x, tl.trans(weight)) * scale[None, :]
+    elif x.dtype == tl.int8:
+        sums = tl.dot(x, tl.trans(weight), sums, out_dtype=tl.int32)
+    elif SCALED:
+        sums = tl.dot(x, tl.trans(weight), sums, max_num_imprecise_acc=BLOCK_K)
+    else:
+        sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def store_product(
+    sums,
+    out_ptr,
+    bias_ptr,
+    x_scale_ptr,
+    weight_scale_ptr,
+    row,
+    output,
+    offset,
+    valid,
+    rows,
+    outputs,
+    SCALED: tl.constexpr,
+    GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """A tile's sums times their scales, plus the bias."""
+    if SCALED:
+        sums = sums.to(tl.float32) * tl.load(x_scale_ptr + row, mask=row < rows, other=0.0)[:, None]
+        if GROUP == 0:
+            sums = sums * tl.load(weight_scale_ptr + output, mask=output < outputs, other=0.0)[None, :]
+    if BIAS:
+        sums += tl.load(bias_ptr + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
+    tl.store(out_ptr + offset, sums.to(out_ptr.dtype.element_ty), mask=valid)
