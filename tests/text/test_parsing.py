@@ -217,7 +217,8 @@ OPTIONAL = {"anyOf": [{"type": "boolean"}, {"type": "integer"}, {"type": "null"}
         ({"oneOf": [{"enum": ["a", 1]}, {"const": None}]}, "2", "2"),
         ({"enum": ["a", "b"]}, "2", '"2"'),
         ({"$ref": "#/$defs/x"}, "5", "5"),
-        ({"allOf": [{"type": "string"}]}, "5", "5"),
+        ({"allOf": [{"type": "string"}]}, "5", '"5"'),
+        ({"allOf": [{"type": "string"}, {"minLength": 1}]}, "5", "5"),
         ({"anyOf": [True]}, "5", "5"),
         ({"anyOf": [{"type": "string"}] * 1000}, "5", "5"),
         ({"anyOf": []}, "5", '"5"'),
@@ -236,6 +237,43 @@ OPTIONAL = {"anyOf": [{"type": "boolean"}, {"type": "integer"}, {"type": "null"}
 )
 def test_a_parameter_has_a_type_that_its_schema_allows(schema: dict[str, Any], text: str, value: str) -> None:
     assert not parameters.is_text(schema) and parameters.json_of(text, schema) == value
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"$ref": "#/$defs/Level"}, "1", '"1"'),
+        ({"$ref": "#/$defs/Level", "default": "2"}, "true", '"true"'),
+        ({"allOf": [{"$ref": "#/$defs/Level"}]}, "1", '"1"'),
+        ({"anyOf": [{"$ref": "#/$defs/Level"}, {"type": "null"}]}, "1", '"1"'),
+        ({"anyOf": [{"$ref": "#/$defs/Level"}, {"type": "null"}]}, "null", "null"),
+        ({"$ref": "#/$defs/a~1b"}, "5", '"5"'),
+        ({"$ref": "#/$defs/Count"}, "5", "5"),
+        ({"$ref": "#/$defs/Tree"}, '{"left": null}', '{"left": null}'),
+        ({"$ref": "#/$defs/Loop"}, "5", "5"),
+        ({"anyOf": [{"$ref": "#/$defs/Branching"}] * 3}, "5", "5"),
+        ({"$ref": "#/$defs/Nowhere"}, "5", "5"),
+        ({"$ref": "other.json#/x"}, "5", "5"),
+    ],
+)
+def test_references_in_a_functions_schema_say_what_a_parameter_is(schema: Any, text: str, value: str) -> None:
+    loop = {"$ref": "#/$defs/Loop"}
+    definitions = {
+        "Level": {"type": "string", "enum": ["1", "2", "true"], "title": "Level"},
+        "a/b": {"type": "string"},
+        "Count": {"type": "integer"},
+        "Tree": {"type": "object", "properties": {"left": {"$ref": "#/$defs/Tree"}}},
+        "Loop": loop,
+        "Branching": {"anyOf": [{"$ref": "#/$defs/Branching"}] * 100},
+    }
+    function = {"type": "object", "properties": {"a": schema}, "$defs": definitions}
+    for form, call_text in (
+        ("qwen3_coder", f"<tool_call><function=f><parameter=a>{text}</parameter></function></tool_call>"),
+        ("glm45", f"<tool_call>f<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>"),
+    ):
+        for root in (function, {"$ref": "#/$defs/All", "$defs": definitions | {"All": {"properties": {"a": schema}}}}):
+            reader = Parser(OutputFormat(FORMATS[form], functions={"f": root}), AnswerStart())
+            assert read(reader, call_text) == call("f", f'{{"a": {value}}}')
 
 
 @pytest.mark.parametrize(("form", "text", "pieces"), CASES)

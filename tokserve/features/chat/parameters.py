@@ -9,6 +9,7 @@ import ast
 import json
 import re
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 
@@ -16,6 +17,8 @@ from tokserve.features.chat.json_scanner import object_of
 
 AS_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write such values
 MAX_ALTERNATIVES = 256  # schemas of a parameter that are looked at
+MAX_REFERENCES = 8  # that follow one another
+NO_DEFINITIONS: dict[str, Any] = {}
 MAX_LITERAL = 1 << 16  # characters of a list or object in Python's notation
 TYPE_OF_KEYWORDS = {  # a schema without a type that has one of these is written for values of this type
     "properties": "object",
@@ -37,13 +40,39 @@ _WRONG_ESCAPE = re.compile(r"\\[^\\'\"abfnrtvx0-7NuU]")  # Python warns of it
 _NOT_ONLY_A_TYPE = {"anyOf", "oneOf", "allOf", "$ref", "enum", "const"}
 
 
+def resolved(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
+    """The schema with what its reference, or its only `allOf`, says.  `root`: has the definitions.  A reference to
+    nothing stays."""
+    for _ in range(MAX_REFERENCES):
+        combined, ref = schema.get("allOf"), schema.get("$ref")
+        if isinstance(ref, str):
+            name, target = "$ref", _target(ref, root)
+        else:
+            name, target = "allOf", combined[0] if isinstance(combined, list) and len(combined) == 1 else None
+        if not isinstance(target, dict):
+            break
+        schema = target | {key: value for key, value in schema.items() if key != name}
+    return schema
+
+
+def _target(ref: str, root: dict[str, Any]) -> Any:
+    """What a reference within the schema names; None: nothing."""
+    target: Any = root
+    if not ref.startswith("#/"):
+        return None
+    for part in unquote(ref[2:]).split("/"):
+        target = target.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
+    return target
+
+
 def is_text(schema: dict[str, Any]) -> bool:
     """Whether a parameter is a string, whatever its text is."""
     return (schema.get("type") or _implied_type(schema)) == "string" and not _NOT_ONLY_A_TYPE & schema.keys()
 
 
-def json_of(text: str, schema: dict[str, Any]) -> str:
-    """A parameter as JSON: a string, unless the schema has another type that the text can be."""
+def json_of(text: str, schema: dict[str, Any], root: dict[str, Any] = NO_DEFINITIONS) -> str:
+    """A parameter as JSON: a string, unless the schema has another type that the text can be.  `root`: the schema of
+    all parameters."""
     values = schema.get("enum", [schema.get("const")])
     if isinstance(values, list) and text in values:
         return encoded(text)
@@ -56,7 +85,7 @@ def json_of(text: str, schema: dict[str, Any]) -> str:
         value, plain = _python_literal(plain)
         if value is None:
             return encoded(text)
-    types = _types(schema)
+    types = _types(schema, root)
     return plain if types is None or not types.isdisjoint(_types_of(value)) else encoded(text)
 
 
@@ -88,14 +117,16 @@ def _implied_type(schema: dict[str, Any]) -> str:
     return next((kind for keyword, kind in TYPE_OF_KEYWORDS.items() if keyword in schema), "string")
 
 
-def _types(schema: dict[str, Any]) -> set[str] | None:
+def _types(schema: dict[str, Any], root: dict[str, Any]) -> set[str] | None:
     """The types that a schema names, in alternatives too; None: it allows any, or does not say."""
     types: set[str] = set()
     pending: list[Any] = [schema]
+    looked_at = 0
     while pending:
-        one = pending.pop()
-        if not isinstance(one, dict) or len(pending) > MAX_ALTERNATIVES:
+        one, looked_at = pending.pop(), looked_at + 1
+        if not isinstance(one, dict) or looked_at + len(pending) > MAX_ALTERNATIVES:
             return None
+        one = resolved(one, root)
         named = one.get("type")
         alternatives, values = one.get("anyOf", one.get("oneOf")), one.get("enum", [one.get("const")])
         if isinstance(named, str):

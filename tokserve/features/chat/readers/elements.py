@@ -32,6 +32,7 @@ class ElementReader:
         breaks = tuple("\n" + tag for tag in (tags.parameter, tags.function_end) if tag)
         self._value_ends = Markers(*padded, tags.parameter_end, *breaks, closes)
         self._is_string: bool | None = None  # what the tag of the last parameter says
+        self._root: dict[str, Any] = {}  # the schema of the function that is called
 
     def element(self, known: bool) -> Steps[CallStatus]:
         """The name, an element per parameter, and the end, which may be missing before what ends all calls.  `known`:
@@ -42,7 +43,8 @@ class ElementReader:
         name = (yield from self._name(">")) if tags.function else (yield from self._text.word())
         if not name or (known and name not in self._functions):
             return CallStatus.NONE
-        properties = (self._functions.get(name) or {}).get("properties")
+        self._root = self._functions.get(name) or {}
+        properties = parameters.resolved(self._root, self._root).get("properties")
         properties = properties if isinstance(properties, dict) else {}
         ends = (tags.function_end,) if self._exact and tags.function_end else self._ends
         keys: set[str] = set()
@@ -91,7 +93,7 @@ class ElementReader:
     def _value(self, key: str, properties: dict[str, Any], keys: set[str]) -> Steps[bool]:
         """Report a parameter's text as JSON.  `keys`: of the parameters so far.  False: it does not end."""
         schema = properties.get(key)
-        schema = schema if isinstance(schema, dict) else {}
+        schema = parameters.resolved(schema, self._root) if isinstance(schema, dict) else {}
         is_text = parameters.is_text(schema) if self._is_string is None else self._is_string
         schema = schema if self._is_string is None else {}  # where the tag has said that it is any other JSON
         parts: list[str] = []
@@ -112,7 +114,7 @@ class ElementReader:
                 return False
             has_end_tag |= mark.endswith(self._tags.parameter_end)
             report(mark)
-        self._sink.add_arguments('"' if is_text else parameters.json_of("".join(parts), schema))
+        self._sink.add_arguments('"' if is_text else parameters.json_of("".join(parts), schema, self._root))
         return True
 
     def _ends_value(self, mark: str, properties: dict[str, Any], keys: set[str]) -> Steps[bool]:
