@@ -331,8 +331,6 @@ ERRORS = (TritonError, RuntimeError, ValueError, AssertionError)
 
 def in_turns(runs: Sequence[Callable[[], object]]) -> list[float]:
     """Median seconds of each of these, which take turns."""
-    if torch.cuda.is_available():
-        runs = [captured(run) for run in runs]
     seconds: list[list[float]] = [[] for _ in runs]
     for _ in range(ROUNDS):
         for times, run in zip(seconds, runs, strict=True):
@@ -340,18 +338,16 @@ def in_turns(runs: Sequence[Callable[[], object]]) -> list[float]:
     return [sorted(times)[len(times) // 2] for times in seconds]
 
 
-def captured(run: Callable[[], object]) -> Callable[[], object]:
-    """The launches of REPEATS runs, as a graph."""
+def captured(run: Callable[[], list[Tensor]]) -> tuple[Callable[[], object], list[list[Tensor]]]:
+    """The launches of REPEATS runs as a graph, and their results after a replay; without a GPU the run alone."""
+    if not torch.cuda.is_available():
+        return run, []
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = [run() for _ in range(REPEATS)]
-
-    def replay(kept: object = results) -> None:
-        graph.replay()
-
-    return replay
+    return graph.replay, results
 
 
 def elapsed(run: Callable[[], object]) -> float:
@@ -392,9 +388,13 @@ def compare(case: Case, base: list[str], name: str, device: torch.device) -> tup
         return call_with
 
     both = [use_and_run(base), use_and_run([*base, name])]
-    expected, results = (use() for use in both)
-    equal = all(map(torch.equal, expected, results))
-    return equal, in_turns(both) if equal else []
+    expected = both[0]()
+    if not all(map(torch.equal, expected, both[1]())):
+        return False, []
+    graphs = [captured(one) for one in both]
+    seconds = in_turns([replay for replay, _ in graphs])
+    later = [results for _, repeated in graphs for results in repeated]
+    return all(all(map(torch.equal, expected, results)) for results in later), seconds
 
 
 def decide(until: float, device: torch.device) -> tuple[list[str], dict[str, Any]]:

@@ -241,11 +241,13 @@ class CudaBackend:
     def is_batch_invariant(self, model: Decoder) -> bool:
         if not self._exact:
             return False
+        began = time.perf_counter()
         accepted = exactness.accept_libraries(model)
         logger.info("products of many rows that a library computes, with the same bits: %s", accepted or "none")
         unequal = trial.without_unequal(
             lambda: exactness.unequal_products(model) + exactness.unequal_attention(model, self.kv)
         )
+        logger.info("bits of rows alone and beside others are compared, in %.1f s", time.perf_counter() - began)
         if unequal:
             logger.error("rows of these depend on the batch, so answers do too: %s", ", ".join(unequal))
         return not unequal
@@ -256,6 +258,7 @@ class CudaBackend:
                 self._compile_row_counts(model)
             return
         self.invalidate()
+        began = time.perf_counter()
         decode = [(size, size) for size in decode_sizes(self._max_rows)]
         prompts = [(size, prompt_rows(size, self._max_rows)) for size in self._prompt_sizes]
         pool = self.device.pool()
@@ -283,6 +286,9 @@ class CudaBackend:
                 f"no memory is left to record graphs of up to {self._max_rows} rows; lower --gpu-memory-utilization "
                 "or --max-num-seqs, or give --enforce-eager"
             ) from error
+        logger.info(
+            "%d sizes of steps are recorded, in %.1f s", len(decode) + len(prompts), time.perf_counter() - began
+        )
 
     def _compile_row_counts(self, model: Decoder) -> None:
         """Steps of padding rows, of tokens and of prompts, for each power of two from 16 on: kernels are compiled for
