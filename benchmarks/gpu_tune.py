@@ -321,6 +321,14 @@ CASES: dict[str, Sequence[Case]] = {  # by candidate
     "decode_early": STEPS_OF_8B + OTHER_STEPS,
     "sample_few": (Chat(1), Chat(64), Chat(256)),
     "linear_tma": (*map(Products, (80, 128, 256, 512, 2048)), Products(256, 1024, 3072, 2048)),
+    "dependents_early": (
+        Step(1, 1024),
+        Step(1, 1024, 16, 8),
+        Step(64, 1024),
+        Products(1),
+        Products(1, 1024, 3072, 2048),
+        Products(64),
+    ),
     "float8_tma": tuple(Products(rows, float8=True) for rows in (80, 128, 256, 512, 2048)),
 }
 LAYERS = 4

@@ -204,7 +204,6 @@ def calls(sizes: list[int], *, has_float8: bool, is_dependent: bool, wide_heads:
         return
     for entry in launch.table()["launch"]:
         entry["dependent"] = True
-    launch.is_dependent.cache_clear()
     call["add_rms_norm"](x, x, weight, 1e-6)
     call["silu_mul"](x)
     call["norm_rope_store"](qkv, norm, norm, 1e-6, table, index, *caches, index)
@@ -346,7 +345,7 @@ def figures(kernel: Any) -> dict[str, Any]:
         "warp_chains": warp_chains(ptx),
         "loop": loop(kernel.asm["ttgir"]) if "wgmma" in ptx else [],
         "by_warps": bool(re.search(r"mma\.sync\.aligned\.m16n8k16\S*\.f32\.bf16", ptx)),
-        "waits": "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx,
+        "waits": -1 < ptx.find("griddepcontrol.wait") < ptx.find("griddepcontrol.launch_dependents"),
         "fma": bool(re.search(r"\bfma\.", ptx)),
         "flags": re.findall(r"st\.global\.v4|bar\.sync|\w+\.(?:release|acquire)\.sys|ld\.global\.cg", ptx),
         "atomics": bool(re.search(r"\b(atom|red)\.", ptx)),

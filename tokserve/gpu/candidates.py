@@ -55,6 +55,12 @@ CANDIDATES = (
         ("linear_tma",),
         "the same of float8: 8B with 256 rows 22.7 -> 18 ms a step, with decode_tile 14",
     ),
+    Candidate(
+        "dependents_early",
+        ("all dependent ones",),
+        "a kernel lets the next one begin as soon as its own inputs are there: -0.3 us of each of 8 kernels a layer, "
+        "0.6B with one row 5 %",
+    ),
 )
 BY_NAME = {candidate.name: candidate for candidate in CANDIDATES}
 FILE = Path("~/.config/tokserve/gpu-candidates.json")  # the names of those that are on, by the GPU's name

@@ -632,7 +632,7 @@ def attend_rows(
     out = q.new_empty(q.shape)
     if tokens == 0:
         return out
-    is_early = work is not None and is_dependent(q.device.index) and candidates.is_on("decode_early")
+    is_early = work is not None and is_dependent(q.device.index) > 0 and candidates.is_on("decode_early")
     if work is None:
         work = divide_work(q, k_cache, block_tables, query_start, seq_lens, window)
     launch, group = divide(q, k_cache, block_tables), heads // kv_heads

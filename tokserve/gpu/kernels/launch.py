@@ -22,10 +22,13 @@ from torch import Tensor
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from tokserve.gpu import candidates
+
 EXACT = {"enable_fp_fusion": False}
 COUNTERS = 1 << 14
 PER_WARP = 256  # elements of a block that a warp of 32 threads takes
 TABLE = Path(__file__).with_name("tuning.json")
+EARLY = tl.constexpr(2)  # of DEPENDENT, where 1 is later
 _compiling = threading.Lock()
 
 
@@ -35,6 +38,8 @@ def wait_for_inputs(DEPENDENT: tl.constexpr):
     anything written that it reads."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
+        if DEPENDENT == EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -47,8 +52,9 @@ def prefetch(pointers):
 
 @triton.jit
 def launch_dependents(DEPENDENT: tl.constexpr):
-    """The next kernel may take the places that this one's programs leave free, up to its `wait_for_inputs`."""
-    if DEPENDENT:
+    """The next kernel may take the places that this one's programs leave free, up to its `wait_for_inputs`; with EARLY
+    it may since this one's."""
+    if DEPENDENT and DEPENDENT != EARLY:
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -111,10 +117,11 @@ def _fits(entry: dict[str, Any], architecture: str, sizes: dict[str, int]) -> bo
     return known and all(size <= entry.get(name, size) for name, size in sizes.items())
 
 
-@cache
-def is_dependent(device: int | None) -> bool:
-    """Whether kernels begin while the ones before end (programmatic dependent launch): as the table says."""
-    return bool(tuned("launch", device)["dependent"])
+def is_dependent(device: int | None) -> int:
+    """Whether kernels begin while the ones before end (programmatic dependent launch): as the table says.  EARLY: as
+    soon as all programs of the one before have begun, and not when they store."""
+    dependent = int(tuned("launch", device)["dependent"])
+    return EARLY.value if dependent and candidates.is_on("dependents_early") else dependent
 
 
 def launched(device: int | None) -> dict[str, Any]:
