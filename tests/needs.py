@@ -126,6 +126,7 @@ TRITON = Need(
     "Triton",
     (
         "executor/test_peers.py",
+        "ops/test_candidates.py",
         "ops/test_compile_ahead.py",
         "ops/test_exchange.py",
         "ops/test_launch.py",

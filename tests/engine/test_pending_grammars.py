@@ -69,8 +69,8 @@ def make_engine(**options: Any) -> tuple[Engine, Grammars]:
     engine, grammars = Engine(**options), Grammars()
     ENGINES.append(engine)
     engine.feature(GrammarFeature).grammars = cast(Any, grammars)
-    engine.feature(GrammarFeature).masks.patience = LONG
-    engine.feature(GrammarFeature).masks.resting_until = math.inf
+    masks = engine.feature(GrammarFeature).masks
+    masks.patience, masks.slow_after, masks.resting_until = LONG, math.inf, math.inf
     return engine, grammars
 
 

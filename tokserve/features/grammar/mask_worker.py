@@ -20,7 +20,7 @@ from tokserve.features.grammar.grammar import lower_priority
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 0.005  # seconds that a turn waits for masks; a mask that takes longer is slow
+PATIENCE = 0.005  # seconds that a turn waits for masks; a mask that takes longer is slow (`slow_after`)
 REST = 100  # times as long as masks have held up the loop, the pool computes them
 THREADS = 4
 
@@ -29,7 +29,7 @@ class MaskWorker:
     """`submit` and `poll` are called by the loop.  `wake` is called, from any thread, when a late mask is computed."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        self.patience = PATIENCE
+        self.patience = self.slow_after = PATIENCE
         self.resting_until = 0.0  # `time.monotonic`; the loop computes no masks before
         self._wake = wake
         self._computed: list[FollowedGrammar] = []  # in the loop's thread
@@ -63,20 +63,31 @@ class MaskWorker:
                 future.add_done_callback(lambda _: self._wake())
 
     def _start(self, pool: ThreadPoolExecutor, followed: FollowedGrammar) -> Future[None]:
-        future = self._futures[followed] = pool.submit(_compute, followed)
+        future = self._futures[followed] = pool.submit(self._compute, followed)
         return future
 
     def _compute_inline(self, grammars: Sequence[FollowedGrammar]) -> Sequence[FollowedGrammar]:
         """Compute masks here until that has taken longer than the patience; returns the rest."""
         start = time.monotonic()
         for index, followed in enumerate(grammars):
-            _compute(followed)
+            self._compute(followed)
             self._computed.append(followed)
             now = time.monotonic()
             if now > start + self.patience:
                 self.resting_until = now + REST * (now - start)
                 return grammars[index + 1 :]
         return ()
+
+    def _compute(self, followed: FollowedGrammar) -> None:
+        """Compute a mask, and note whether that was slow.  An unforeseen error ends this request and no other."""
+        state = followed.state
+        assert state is not None
+        start = time.monotonic()
+        try:
+            state.compute_bitmask()
+        except Exception:  # `state.error` says so already
+            logger.exception("the mask of request %s could not be computed", followed.request.request_id)
+        state.is_slow = time.monotonic() - start > self.slow_after
 
     def poll(self) -> list[FollowedGrammar]:
         """The grammars whose masks were computed, or have failed, since the last call; these may be used now."""
@@ -93,15 +104,3 @@ class MaskWorker:
         """End the threads once they have computed what they have begun."""
         for pool in (self._quick, self._slow):
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _compute(followed: FollowedGrammar) -> None:
-    """Compute a mask, and note whether that was slow.  An unforeseen error ends this request and no other."""
-    state = followed.state
-    assert state is not None
-    start = time.monotonic()
-    try:
-        state.compute_bitmask()
-    except Exception:  # `state.error` says so already
-        logger.exception("the mask of request %s could not be computed", followed.request.request_id)
-    state.is_slow = time.monotonic() - start > PATIENCE
