@@ -174,7 +174,7 @@ def test_the_result_of_a_call_is_sent_back(text: Api) -> None:
                     }
                 ],
             },
-            "tools",
+            "tools[0].function.parameters",
         ),
     ],
 )

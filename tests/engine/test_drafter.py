@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, cast
@@ -203,6 +204,7 @@ def test_drafts_under_a_grammar_are_sampled_as_it_allows(depth: int) -> None:
     def run(drafts: list[int], seed: int) -> tuple[list[int], object]:
         engine = Engine(depth=depth, drafter=Given(drafts))
         engine.feature(GrammarFeature).grammars = cast(Any, Compiled())
+        engine.feature(GrammarFeature).masks.slow_after = math.inf
         request = engine.make("g", PROMPT, seed=seed, structured_outputs=StructuredOutputs(regex="x"), max_tokens=9)
         engine.core.receive(b"A", Submit(7, "g", [request]))
         engine.run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from types import SimpleNamespace
 from typing import Any, cast
@@ -59,6 +60,7 @@ def test_the_first_token_is_not_drawn_for() -> None:
 def test_masks_follow_the_drawn_drafts(depth: int) -> None:
     def run(engine: Engine) -> list[list[int]]:
         engine.feature(GrammarFeature).grammars = cast(Any, Compiled())
+        engine.feature(GrammarFeature).masks.slow_after = math.inf
         tokens = []
         for seed in range(40):
             rid, structure = f"r{seed}", StructuredOutputs(regex="x")
