@@ -40,6 +40,7 @@ from tokserve.runner import device, exactness
 EXACT = launch.EXACT
 ROWS = (1, 2, 16, 17, 64, 65, 128, 129, 256, 257)
 Answer = tuple[bool | None, str]
+Questions = list[tuple[int, str, Callable[[Any], Answer]]]
 
 
 @dataclass(frozen=True)
@@ -328,10 +329,11 @@ QUESTIONS: list[tuple[str, Callable[[Shapes], Answer]]] = [
 ]
 
 
-def ask(shapes: Shapes, only: set[int]) -> list[dict[str, Any]]:
-    """Ask the questions with these numbers, of which none means all, and print each answer."""
+def ask(shapes: Any, only: set[int], questions: Questions | None = None) -> list[dict[str, Any]]:
+    """Ask those of the questions (None: of this file) with these numbers, of which none means all, and print each
+    answer."""
     answers = []
-    for number, (question, run) in enumerate(QUESTIONS, 1):
+    for number, question, run in questions or [(number, *one) for number, one in enumerate(QUESTIONS, 1)]:
         if only and number not in only:
             continue
         began = time.perf_counter()
