@@ -239,6 +239,7 @@ GPU = Need(
     "an NVIDIA GPU",
     (
         "e2e/test_gpu.py",
+        "e2e/test_gpu_features.py",
         "e2e/test_gpu_ipc.py",
         "e2e/test_gpu_ranks.py",
         "e2e/test_gpu_training.py",
