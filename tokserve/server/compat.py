@@ -75,7 +75,7 @@ OTHERS: FieldTable = {
     "mm_processor_kwargs": _refused({}),
     "packed_top_logprobs": _refused(False, note="completions have it"),
     "prompt_embeds": _refused(),
-    "reasoning": _refused({}),
+    "reasoning": _refused({}, note="chat has reasoning_effort"),
     "session_id": _ignored(note=_TAG),
     "stream_interval": _ignored(note="a delta has all tokens that are ready"),
     "structural_tag": _refused(note=_OUTPUTS),
