@@ -108,6 +108,16 @@ class Browser:
         actual: dict[str, str] = self._send("POST", "/element", {"using": "css selector", "value": selector})
         return actual[ELEMENT]
 
+    def names(self, selector: str) -> dict[str, str]:
+        """What a screen reader calls each visible element, by its HTML."""
+        elements = self._send("POST", "/elements", {"using": "css selector", "value": selector})
+        places = [f"/element/{entry[ELEMENT]}" for entry in elements]
+        return {
+            self._send("GET", place + "/property/outerHTML", None): self._send("GET", place + "/computedlabel", None)
+            for place in places
+            if self._send("GET", place + "/displayed", None)
+        }
+
     def click(self, selector: str) -> None:
         """Click an element as a mouse does: an element that another one covers cannot be clicked."""
         self._send("POST", f"/element/{self.element(selector)}/click", {})

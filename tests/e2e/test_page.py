@@ -188,6 +188,15 @@ def test_all_of_it_can_be_reached_by_keyboard(browser: Browser, server: Server) 
     browser.wait(lambda: "ended" in browser.text("#play-status"), "an end")
 
 
+def test_a_screen_reader_has_a_name_for_each_control(browser: Browser, server: Server) -> None:
+    visit(browser, server)
+    with in_flight(server, "one", "two"):
+        browser.wait(lambda: len(rows(browser)) == 2, "the requests are listed")
+        names = browser.names("a, button, input, select, textarea, summary, [tabindex], svg[role]")
+    assert len(names) > 15 and all(names.values()), names
+    assert {"Abort one", "Abort two", "Abort the group g"} <= set(names.values())
+
+
 CUT = """
 return [...document.querySelectorAll('body *')].filter(node => {
   const style = getComputedStyle(node), clips = /hidden|clip|auto|scroll/.test(style.overflowX);
