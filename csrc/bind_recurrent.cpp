@@ -216,6 +216,87 @@ void short_conv(const Tensor& x, const Tensor& conv_weight, const std::optional<
   });
 }
 
+StateSpaceArgs state_space_sizes(const char* op, const Tensor& state, const Tensor& conv_weight, int64_t norm_size) {
+  require(state, Kind::f32, {-1, -1, -1, -1}, op, "state must be float32 [S,H,N,P]");
+  require(conv_weight, Kind::f32, {-1, -1}, op, "conv_weight must be float32 [K,C]");
+  StateSpaceArgs a{};
+  a.heads = state.size(1);
+  a.size = state.size(2);
+  a.dim = state.size(3);
+  a.taps = conv_weight.size(0);
+  a.channels = conv_weight.size(1);
+  require(a.heads > 0 && a.size > 0 && a.dim > 0 && a.taps > 0, op, "the state is empty");
+  const int64_t inner = a.heads * a.dim, shared = a.channels - inner;
+  require(shared > 0 && shared % (2 * a.size) == 0, op, "conv_weight must have the channels of x, B and C");
+  a.groups = shared / (2 * a.size);
+  require(a.heads % a.groups == 0, op, "heads must be a multiple of groups");
+  require(norm_size > 0 && inner % norm_size == 0, op, "norm_size must divide H*P");
+  a.norm_size = norm_size;
+  a.entry = a.channels + a.heads;
+  const int64_t group = a.heads / a.groups;
+  a.task_heads = std::min<int64_t>(group, 4);
+  a.group_tasks = (group + a.task_heads - 1) / a.task_heads;
+  return a;
+}
+
+void scan_states(const Tensor& x, const Tensor& conv_weight, const std::optional<Tensor>& conv_bias,
+                 const Tensor& a_log, const Tensor& dt_bias, const Tensor& skip,
+                 const std::optional<Tensor>& norm_weight, int64_t norm_size, float eps, float low, float high,
+                 const Tensor& state, const Tensor& ring, const Tensor& query_start, const Tensor& seq_lens,
+                 const Tensor& state_rows, const Tensor& start, const Tensor& end, const Tensor& saves,
+                 const Tensor& out) {
+  const char* op = "scan_states";
+  StateSpaceArgs a = state_space_sizes(op, state, conv_weight, norm_size);
+  const int64_t inner = a.heads * a.dim;
+  a.dtype = float_type(x, op);
+  require(x.ndim() == 2 && x.dense(1) && x.size(1) == inner + a.entry, op, "x must be [T,N] of z, x, B, C and dt");
+  if (conv_bias) require(*conv_bias, Kind::f32, {a.channels}, op, "conv_bias must be float32 [C]");
+  require(a_log, Kind::f32, {a.heads}, op, "a_log must be float32 [H]");
+  require(dt_bias, Kind::f32, {a.heads}, op, "dt_bias must be float32 [H]");
+  require(skip, Kind::f32, {a.heads}, op, "skip must be float32 [H]");
+  if (norm_weight) require(*norm_weight, Kind::f32, {inner}, op, "norm_weight must be float32 [H*P]");
+  require(ring, x.kind(), {state.size(0), -1, a.entry}, op, "ring must be [S,W,C+H], like x");
+  require(ring.size(1) >= a.taps, op, "the ring must hold the taps");
+  require(out, x.kind(), {x.size(0), inner}, op, "out must be [T,H*P]");
+  a.x = x.data<void>();
+  a.x_stride = x.stride(0);
+  a.conv_weight = conv_weight.data<float>();
+  a.conv_bias = conv_bias ? conv_bias->data<float>() : nullptr;
+  a.a_log = a_log.data<float>();
+  a.dt_bias = dt_bias.data<float>();
+  a.skip = skip.data<float>();
+  a.norm_weight = norm_weight ? norm_weight->data<float>() : nullptr;
+  a.state = state.data<float>();
+  a.ring = ring.data<void>();
+  a.out = out.data<void>();
+  a.window = ring.size(1);
+  a.eps = eps;
+  a.low = low;
+  a.high = high;
+  StateColumns columns = columns_of(op, query_start, seq_lens, state_rows, start, end, saves);
+  columns.tokens = x.size(0);
+  columns.states = state.size(0);
+  columns.taps = a.taps;
+  columns.window = a.window;
+  const int64_t item = x.item();
+  launch([=] {
+    const std::vector<StateRow> rows = rows_of(columns, a.out, inner * item);
+    const int64_t scratch = kernels().state_scratch(a), count = static_cast<int64_t>(rows.size());
+    if (count == 0) return;
+    const int64_t tasks = a.groups * a.group_tasks;
+    const double of_token = a.task_heads * (0.1 * a.size * a.dim + a.dim) + 2.0 * a.size;
+    over_rows(count * tasks, of_token * tokens_of(rows) / count, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++)
+        kernels().state_scan(a, rows[i / tasks], i % tasks, thread_scratch(scratch));
+    });
+    over_rows(count, 0.1 * a.entry * tokens_of(rows) / count, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) kernels().state_keep(a, rows[i]);
+    });
+    over_rows(columns.query_start[columns.rows], inner,
+              [&](int64_t begin, int64_t end) { kernels().state_gate(a, begin, end, thread_scratch(scratch)); });
+  });
+}
+
 void gate_heads(const Tensor& mixed, const Tensor& x, const Tensor& out) {
   const char* op = "gate_heads";
   const DType dtype = float_type(x, op);
@@ -244,6 +325,10 @@ void bind_recurrent(nb::module_& m) {
   m.def("short_conv", short_conv, nb::arg("x"), nb::arg("conv_weight"), nb::arg("bias").none(), nb::arg("ring"),
         nb::arg("query_start"), nb::arg("seq_lens"), nb::arg("state_rows"), nb::arg("start"), nb::arg("end"),
         nb::arg("saves"), nb::arg("out"));
+  m.def("scan_states", scan_states, nb::arg("x"), nb::arg("conv_weight"), nb::arg("conv_bias").none(), nb::arg("a_log"),
+        nb::arg("dt_bias"), nb::arg("skip"), nb::arg("norm_weight").none(), nb::arg("norm_size"), nb::arg("eps"),
+        nb::arg("low"), nb::arg("high"), nb::arg("state"), nb::arg("ring"), nb::arg("query_start"), nb::arg("seq_lens"),
+        nb::arg("state_rows"), nb::arg("start"), nb::arg("end"), nb::arg("saves"), nb::arg("out"));
   m.def("gate_heads", gate_heads);
 }
 

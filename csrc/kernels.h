@@ -323,6 +323,12 @@ struct Kernels {
   void (*filter_logits)(const FilterArgs&, int64_t row, char* scratch);
   void (*penalize)(const PenaltyArgs&, int64_t row, char* scratch);
   int64_t (*difference)(const DifferenceArgs&);  // how many elements differ
+  // state_scan: one task of a row; then, when all of them are done, state_keep: the row's inputs into rings, and
+  // state_gate: the outputs of tokens [begin, end), in place.
+  int64_t (*state_scratch)(const StateSpaceArgs&);
+  void (*state_scan)(const StateSpaceArgs&, const StateRow&, int64_t task, char* scratch);
+  void (*state_keep)(const StateSpaceArgs&, const StateRow&);
+  void (*state_gate)(const StateSpaceArgs&, int64_t begin, int64_t end, char* scratch);
 };
 
 namespace portable {

@@ -1,64 +1,15 @@
 // Layers with a recurrent state: the gated delta rule with its convolution, and the short convolution.  Tokens are
 // taken one after the other, each in a fixed chain, so bits do not depend on where a chunk ends.
-#include "activation.h"
-#include "table.h"
+#include "recurrent_steps.h"
 
 namespace tokserve {
 namespace TOKSERVE_ISA {
 
 namespace {
 
-constexpr int64_t kTokens = 32;           // whose convolutions are computed at once
-constexpr int64_t kColumns = 2 * kLanes;  // of a state, which stay in the nearest cache for these tokens
-constexpr float kNormEps = 1e-6f;         // as NORM_EPS in ops/recurrent.py
-
-template <class F>
-TOKSERVE_INLINE void over_vectors(int64_t n, const F& f) {
-  for (int64_t i = 0; i < n; i += kLanes) f(i, min(kLanes, n - i));
-}
+constexpr float kNormEps = 1e-6f;  // as NORM_EPS in ops/recurrent.py
 
 TOKSERVE_INLINE float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
-
-// log(1 + e^x), by log(1 + e) = e log(u) / (u - 1) with u = 1 + e rounded.
-TOKSERVE_INLINE float softplus(float x) {
-  if (x > 20.0f) return x;
-  const float e = exp(x), u = 1.0f + e;
-  return u == 1.0f ? e : e * (log(u) / (u - 1.0f));
-}
-
-// The inputs of a row's convolution for some channels: those at earlier positions are in the ring.
-template <class T>
-struct Inputs {
-  const T* tokens;  // of position `first`, `token_stride` elements apart
-  const T* ring;    // of the row's state row, entries `entry` apart
-  int64_t first, token_stride, window, entry;
-
-  const T* at(int64_t position) const {
-    if (position >= first) return tokens + (position - first) * token_stride;
-    return ring + position % window * entry;
-  }
-};
-
-// Calls f with the convolution at a position, of n channels: the oldest input first.  Those before position 0 are zero.
-// `weight`: [taps], rows `channels` apart.
-template <class T, class F>
-TOKSERVE_INLINE void convolve(const Inputs<T>& inputs, int64_t position, const float* weight, int64_t taps,
-                              int64_t channels, int64_t n, const F& f) {
-  over_vectors(n, [&](int64_t i, int64_t count) {
-    f32x16 total = zeros();
-    for (int64_t tap = max(int64_t{0}, taps - 1 - position); tap < taps; tap++) {
-      const T* input = inputs.at(position - taps + 1 + tap) + i;
-      total = fma(load_partial(weight + tap * channels + i, count), load_partial(input, count), total);
-    }
-    f(i, total);
-  });
-}
-
-float square_sum(const float* x, int64_t n) {  // x is padded with zeros to whole vectors
-  f32x16 total = zeros();
-  for (int64_t i = 0; i < n; i += kLanes) total = fma(load(x + i), load(x + i), total);
-  return reduce_sum(total);
-}
 
 // What one key head's tokens need, for kTokens of them; sizes are padded to whole vectors.
 struct Piece {
@@ -76,37 +27,6 @@ struct Shape {
         blocks(value_pad / kColumns) {}
 };
 
-// [key_dim][kColumns] of a state in memory [key_dim][value_dim], from column `column` on.
-void read_block(const float* state, float* block, const DeltaArgs& a, int64_t column) {
-  for (int64_t i = 0; i < a.key_dim; i++) {
-    for (int64_t j = 0; j < kColumns; j += kLanes) {
-      const int64_t left = a.value_dim - column - j;
-      store(block + i * kColumns + j, left > 0 ? load_partial(state + i * a.value_dim + column + j, left) : zeros());
-    }
-  }
-}
-
-void write_block(const float* block, float* state, const DeltaArgs& a, int64_t column) {
-  for (int64_t i = 0; i < a.key_dim; i++) {
-    for (int64_t j = 0; j < kColumns; j += kLanes) {
-      const int64_t left = a.value_dim - column - j;
-      if (left > 0) store_partial(state + i * a.value_dim + column + j, load(block + i * kColumns + j), left);
-    }
-  }
-}
-
-// Each sum over a key's elements is four sums, of every fourth element, added in a fixed tree.
-TOKSERVE_INLINE f32x16 tree(const f32x16* part) { return (part[0] + part[1]) + (part[2] + part[3]); }
-
-template <class F>
-TOKSERVE_INLINE void over_key(int64_t n, const F& f) {
-  int64_t i = 0;
-  for (; i + 4 <= n; i += 4) f(i, 0), f(i + 1, 1), f(i + 2, 2), f(i + 3, 3);
-  if (i < n) f(i, 0);  // constant indices, or the sums would be in memory
-  if (i + 1 < n) f(i + 1, 1);
-  if (i + 2 < n) f(i + 2, 2);
-}
-
 // One token: the block's columns of state and of what is read from it.
 void step_block(float* block, int64_t key_dim, const float* q, const float* k, const float* v, float rate, float beta,
                 float* read) {
@@ -118,28 +38,7 @@ void step_block(float* block, int64_t key_dim, const float* q, const float* k, c
   });
   const f32x16 decay = broadcast(rate), step = broadcast(beta);
   const f32x16 change[2] = {(load(v) - tree(left) * decay) * step, (load(v + kLanes) - tree(right) * decay) * step};
-  for (int j = 0; j < 4; j++) left[j] = right[j] = zeros();
-  over_key(key_dim, [&](int64_t i, int j) {
-    float* at = block + i * kColumns;
-    const f32x16 a = fma(k[i], change[0], load(at) * decay), b = fma(k[i], change[1], load(at + kLanes) * decay);
-    store(at, a);
-    store(at + kLanes, b);
-    left[j] = fma(q[i], a, left[j]);
-    right[j] = fma(q[i], b, right[j]);
-  });
-  store(read, tree(left));
-  store(read + kLanes, tree(right));
-}
-
-// The same of a token that is in the state already.
-void read_again(const float* block, int64_t key_dim, const float* q, float* read) {
-  f32x16 left[4] = {zeros(), zeros(), zeros(), zeros()}, right[4] = {zeros(), zeros(), zeros(), zeros()};
-  over_key(key_dim, [&](int64_t i, int j) {
-    left[j] = fma(q[i], load(block + i * kColumns), left[j]);
-    right[j] = fma(q[i], load(block + i * kColumns + kLanes), right[j]);
-  });
-  store(read, tree(left));
-  store(read + kLanes, tree(right));
+  update_block(block, key_dim, q, k, change, decay, read);
 }
 
 template <class T>
@@ -253,14 +152,15 @@ struct DeltaHead {
   void read_state() const {
     for (int64_t g = 0; g < a.group; g++) {
       for (int64_t b = 0; b < shape.blocks; b++) {
-        if (row.start) read_block(state_at(row.index, g), block_at(g, b), a, b * kColumns);
+        if (row.start) read_block(state_at(row.index, g), block_at(g, b), a.key_dim, a.value_dim, b * kColumns);
         else std::memset(block_at(g, b), 0, a.key_dim * kColumns * sizeof(float));
       }
     }
   }
   void write_state(int64_t index) const {
     for (int64_t g = 0; g < a.group; g++) {
-      for (int64_t b = 0; b < shape.blocks; b++) write_block(block_at(g, b), state_at(index, g), a, b * kColumns);
+      for (int64_t b = 0; b < shape.blocks; b++)
+        write_block(block_at(g, b), state_at(index, g), a.key_dim, a.value_dim, b * kColumns);
     }
   }
 
@@ -278,25 +178,7 @@ struct DeltaHead {
 
 template <class T>
 void delta_head(const DeltaArgs& a, const StateRow& row, int64_t key_head, float* memory) {
-  const DeltaHead<T> one(a, row, key_head, memory);
-  one.read_state();
-  int64_t position = min(row.start, row.first), saved = 0;
-  while (position < row.length) {
-    int64_t until = min(row.length, position + kTokens);
-    if (position < row.start) until = min(until, row.start);
-    if (position < row.end) until = min(until, row.end);
-    if (saved < row.count) until = min(until, max<int64_t>(position + 1, row.saves[3 * saved + 1]));
-    one.run(position, until);
-    position = until;
-    if (saved < row.count && row.saves[3 * saved + 1] == position) {
-      const int64_t target = row.saves[3 * saved + 2];
-      one.write_state(target);
-      one.keep(target, max<int64_t>(0, position - a.taps), position);
-      saved++;
-    }
-    if (position == row.end && row.end > row.start) one.write_state(row.index);
-  }
-  one.keep(row.index, max(row.first, row.length - a.window), row.length);
+  walk_row(row, DeltaHead<T>(a, row, key_head, memory), a.taps, a.window);
 }
 
 template <class T>

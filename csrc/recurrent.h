@@ -41,6 +41,22 @@ struct ConvArgs {
   int64_t channels, taps, window;
 };
 
+// A state-space layer, see tokserve/ops/state_space.py for its formula.  A task computes at most `task_heads` heads of
+// a group, which has `group_tasks` of these.
+struct StateSpaceArgs {
+  DType dtype;
+  const void* x;                        // [T] of z, the convolution's channels and dt, rows x_stride elements apart
+  const float* conv_weight;             // [taps][channels]
+  const float* conv_bias;               // [channels] or null
+  const float *a_log, *dt_bias, *skip;  // [heads]
+  const float* norm_weight;             // [heads * dim] or null
+  float* state;                         // [S][heads][size][dim]
+  void* ring;                           // [S][window][entry]
+  void* out;                            // [T][heads * dim]
+  int64_t x_stride, heads, groups, size, dim, channels, taps, window, entry, norm_size, task_heads, group_tasks;
+  float eps, low, high;  // limits of a step's size
+};
+
 // One row of a batch, with a state.  Its tokens are those from `token` on, at positions [first, length).
 struct StateRow {
   int64_t index;  // its state row

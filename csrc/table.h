@@ -19,7 +19,8 @@
   EACH(attention_gradients_scratch) EACH(attention_gradients_partial)                                                \
   EACH(attention_gradients) EACH(merge_attention_gradients) EACH(activation_gradients) EACH(norm_gradients)          \
   EACH(sampling_scratch) EACH(logprobs) EACH(sample) EACH(sample_fused) EACH(sampling_mask)                          \
-  EACH(filter_logits) EACH(penalize) EACH(difference)
+  EACH(filter_logits) EACH(penalize) EACH(difference)                                                                \
+  EACH(state_scratch) EACH(state_scan) EACH(state_keep) EACH(state_gate)
 // clang-format on
 
 namespace tokserve {

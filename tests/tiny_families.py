@@ -132,6 +132,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **MULTIPLIERS,
         },
     ),
+    "bamba": (
+        "BambaForCausalLM",
+        {
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_head": 16,
+            "mamba_d_state": 24,
+            "mamba_chunk_size": 16,
+        },
+    ),
     "smollm3": ("SmolLM3ForCausalLM", {"tie_word_embeddings": True, "no_rope_layers": [1, 0, 1]}),
     "glm": ("GlmForCausalLM", {"attention_bias": True, "partial_rotary_factor": 0.5}),
     "glm4": ("Glm4ForCausalLM", {"attention_bias": True, "partial_rotary_factor": 0.5}),

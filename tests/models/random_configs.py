@@ -54,6 +54,8 @@ OPTIONAL: dict[str, tuple[Any, ...]] = {  # where the family's config has them
     "linear_key_head_dim": (8, 20),
     "linear_value_head_dim": (8, 24),
     "linear_conv_kernel_dim": (2, 4),
+    "mamba_d_state": (8, 20),
+    "mamba_d_conv": (2, 4),
     "scale_depth": (None, 1.4),
     "dim_model_base": (None, 16),
     "position_embedding_type": ("rope", "nope", None),
@@ -94,6 +96,9 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
         hf["norm_topk_prob"] = False  # likewise
     elif family == "granitemoehybrid":
         hf["mamba_n_heads"] = 1  # transformers checks it
+    elif family == "bamba":
+        hf |= {"mamba_d_head": "auto", "mamba_n_groups": (groups := rng.choice((1, 2)))}
+        hf["mamba_n_heads"] = groups * rng.choice((1, 2))
     elif "linear_num_key_heads" in hf:
         hf["linear_num_value_heads"] = hf["linear_num_key_heads"] * rng.choice((1, 2, 3))
     _heads(rng, hf, family)
@@ -101,7 +106,8 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
     if any(name in hf for name in COUNTS):
         _experts(rng, hf)
     else:
-        for name in ("hidden_act", "hidden_activation") if "linear_num_key_heads" not in hf else ():
+        only_silu = "linear_num_key_heads" in hf or family == "bamba"
+        for name in () if only_silu else ("hidden_act", "hidden_activation"):
             if name in hf and rng.random() < 0.5:
                 hf[name] = rng.choice(ACTIVATIONS)
     _ropes(rng, hf, family)
@@ -114,7 +120,7 @@ def _heads(rng: random.Random, hf: dict[str, Any], family: str) -> None:
     hf["num_key_value_heads"] = rng.choice([count for count in range(1, heads + 1) if heads % count == 0])
     if "kv_lora_rank" in hf:
         hf |= {"num_key_value_heads": heads, "head_dim": hf["qk_rope_head_dim"]}
-    elif "rotary_dim" in hf or "partial_rotary_factor" in hf | (hf["rope_parameters"] or {}):
+    elif family == "bamba" or "rotary_dim" in hf or "partial_rotary_factor" in hf | (hf["rope_parameters"] or {}):
         hf["head_dim"] = rng.choice((8, 16, 24))  # any part is even
         if "rotary_dim" in hf:
             hf["rotary_dim"] = rng.choice((4, 8, None))

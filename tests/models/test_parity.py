@@ -34,6 +34,15 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+SCANS = {  # what state-space layers of Granite 4 add
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_head": 16,
+    "mamba_d_state": 24,
+    "mamba_chunk_size": 16,
+    "position_embedding_type": None,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -230,6 +239,25 @@ CASES |= {
         "granitemoehybrid",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48},
     ),
+    "bamba": ("bamba", {}),
+    "bamba-biases": (
+        "bamba",
+        {
+            "mamba_n_heads": 4,
+            "mamba_n_groups": 1,
+            "mamba_d_head": "auto",
+            "mamba_d_conv": 3,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "granite4-hybrid": ("granitemoehybrid", SCANS),
+    "granite4-hybrid-experts": (
+        "granitemoehybrid",
+        SCANS | {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48, "mamba_n_groups": 1},
+    ),
     "ernie-moe": ("ernie4_5_moe", {}),
     "ernie-moe-interval": (
         "ernie4_5_moe",
@@ -302,6 +330,7 @@ FAST = {  # of those that other families' cases cover less than half
     "llama-odd-sizes",
     "qwen3-next",
     "lfm2",
+    "bamba",
     "deepseek-v3",
     "ernie-moe",
 }
@@ -324,7 +353,7 @@ OF_STATES = 2e-4
 
 def allowed(hf: dict[str, Any]) -> float:
     """The largest difference of a float32 logit."""
-    return OF_STATES if "linear_num_key_heads" in hf else LARGEST
+    return OF_STATES if "linear_num_key_heads" in hf or "mamba_n_heads" in hf else LARGEST
 
 
 def oracle(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -10,6 +10,7 @@ and the numbers of rows that products are compiled for, or "candidates" for kern
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -254,6 +255,22 @@ def recurrent_calls(call: dict[str, Any]) -> None:
             torch.empty(3, 2048),
             bias,
             torch.empty(rows, 36, 2048, dtype=BF16),
+            *columns,
+        )
+    wide = 8192 + 2 * 128  # of Granite 4: the channels of a convolution
+    for bias, norm in ((None, None), (torch.empty(wide), torch.empty(8192))):
+        call["scan_states"](
+            torch.empty(rows, 8192 + wide + 128, dtype=BF16),
+            torch.empty(4, wide),
+            bias,
+            *[torch.empty(128)] * 3,
+            norm,
+            8192,
+            1e-5,
+            0.0,
+            math.inf,
+            torch.empty(rows, 128, 128, 64),
+            torch.empty(rows, 37, wide + 128, dtype=BF16),
             *columns,
         )
     mixed, gated = torch.empty(rows, 16, 256, dtype=BF16), torch.empty(rows, 36 * 256, dtype=BF16)

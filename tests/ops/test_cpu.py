@@ -186,7 +186,7 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
             randn(70, 3 * 512, dtype=bf16), randn(4, 512), None, randn(9, 6, 512, dtype=bf16),
             *recurrent.columns(((50, 50, 0, 50), (20, 30, 8, 28)), ((0, 16, 5), (1, 20, 6))),
         ),
-        "gate_heads": (randn(300, 4, 64, dtype=bf16), randn(300, 1024, dtype=bf16)),
+        "scan_states": recurrent.large_scan(), "gate_heads": (randn(70, 4, 8, dtype=bf16), randn(70, 99, dtype=bf16)),
         "rms_norm": (randn(300, 512, dtype=bf16), randn(512, dtype=bf16), 1e-6),
         "add_rms_norm": (randn(300, 512), randn(300, 512, seed=1), randn(512), 1e-6),
         "layer_norm": (randn(300, 512, dtype=bf16), randn(512, dtype=bf16), randn(512, dtype=bf16), 1e-6),
@@ -455,6 +455,7 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
             f"delta: {what}": ("gated_delta", (*delta[:at], wrong, *delta[at + 1 :]))
             for what, at, wrong in wrong_deltas
         },
+        **{f"scan: {what}": ("scan_states", arguments) for what, arguments in recurrent.wrong_scans()},
         **{
             f"short conv: {what}": ("short_conv", (*conv[:at], wrong, *conv[at + 1 :]))
             for what, at, wrong in (

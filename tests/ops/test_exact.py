@@ -561,13 +561,14 @@ def test_attention_of_many_rows_is_that_of_each(name: str, call: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@every("gated_delta", "short_conv")
+@every("gated_delta", "scan_states", "short_conv")
 def test_states_do_not_depend_on_chunks_or_drafts(name: str, call: Any, dtype: torch.dtype) -> None:
     """A row whole, in chunks, and with drafts some of which stay, beside another: outputs, memory and rings."""
     length, taps, spare, channels = 41, 3, 7, 2 * 2 * 12 + 4 * 20
-    entry = channels + 8
+    entry, has_memory = channels + (4 if name == "scan_states" else 8), name != "short_conv"
     rng = random.Random(length)
-    x = randn(dtype, 1, 2 * length, channels + 80 if name == "gated_delta" else 3 * entry)
+    width = {"gated_delta": channels + 80, "scan_states": entry + 80, "short_conv": 3 * entry}[name]
+    x = randn(dtype, 1, 2 * length, width)
     rates = randn(dtype, 2, 2 * length, 8)
     weights = randn(torch.float32, 3, taps, channels), randn(torch.float32, 4, 4), randn(torch.float32, 5, 4)
     norm, bias = randn(torch.float32, 6, 20), randn(torch.float32, 7, entry)
@@ -586,6 +587,9 @@ def test_states_do_not_depend_on_chunks_or_drafts(name: str, call: Any, dtype: t
         if name == "short_conv":
             wide = randn(torch.float32, 8, taps, entry)
             return call(x[tokens], wide, bias, kept[1], *columns)  # type: ignore[no-any-return]
+        if name == "scan_states":
+            vectors = bias[:channels], *weights[1:], weights[2], norm.repeat(4)
+            return call(x[tokens], weights[0], *vectors, 80, 1e-6, 0.0, 9.0, *kept, *columns)  # type: ignore[no-any-return]
         return call(x[tokens], rates[tokens], *weights, norm, 1e-6, True, *kept, *columns)  # type: ignore[no-any-return]
 
     all_rows = states()
@@ -604,7 +608,7 @@ def test_states_do_not_depend_on_chunks_or_drafts(name: str, call: Any, dtype: t
         same((outputs,), (expected,))
         if at == length:
             same((kept[1][0],), (all_rows[1][0],))
-            same((kept[0][0],) if name == "gated_delta" else (), (all_rows[0][0],) if name == "gated_delta" else ())
+            same((kept[0][0],) if has_memory else (), (all_rows[0][0],) if has_memory else ())
         window = [p % (taps + spare) for p in range(16 - taps, 16)]
         same((kept[0][2], kept[1][2, window]), (all_rows[0][2], all_rows[1][2, window]))
         again = run(kept, [(0, length - 1, length, at, at)], []) if at == length else expected[-1:]

@@ -72,6 +72,8 @@ MAX_ELEMENTS = {
     ("filter_logits", torch.float32): 8_000,
     ("gated_delta", torch.float32): 600,  # a token after the other
     ("gated_delta", torch.float16): 260,
+    ("scan_states", torch.float32): 600,
+    ("scan_states", torch.float16): 260,
     ("short_conv", torch.float16): 500,
     ("linear", torch.float32): 6_000,
     ("matrix_product", torch.float16): 600,

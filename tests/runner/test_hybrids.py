@@ -26,7 +26,7 @@ from tokserve.runner import device, kvcache
 from tokserve.runner.tables.states import StateTable
 from tokserve.train import PolicyModel
 
-FAMILIES = ["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "qwen3_5_text"))]
+FAMILIES = ["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "qwen3_5_text", "bamba"))]
 PROMPT = [(7 * i * i + 3 * i) % 320 for i in range(90)]
 
 
@@ -47,7 +47,8 @@ class Guesses(OneByOne):
 
 def engine_of(directory: Path, family: str, drafter: Guesses | None = None, **options: Any) -> RealEngine:
     overrides = tiny_config(family) | {"num_hidden_layers": 2}
-    overrides["layer_types"] = overrides["layer_types"][:2]
+    if "layer_types" in overrides:
+        overrides["layer_types"] = overrides["layer_types"][:2]
     return RealEngine(directory, drafter, hf_overrides=overrides, **options)
 
 

@@ -28,6 +28,7 @@ ROOMS: dict[str, str] = {  # module of the room, by its name; routes of a later 
     "draft_heads": "tokserve.features.draft_heads.room",
     "lora": "tokserve.features.lora.room",
     "recurrent": "tokserve.families.recurrent.room",
+    "state_space": "tokserve.families.state_space.room",
     "profiler": "tokserve.features.profiler.room",
     "pooling": "tokserve.features.pooling.room",
     "mixtures": "tokserve.families.mixtures.room",

@@ -20,6 +20,7 @@ NORMS = (
     "operator_norm.weight",
     "ffn_norm.weight",
     "linear_attn.norm.weight",
+    "mamba.norm.weight",
     "norm1.weight",
     "norm2.weight",
     "ln_q.weight",
@@ -67,7 +68,7 @@ def _scale(name: str, width: int, tied: bool) -> tuple[float, float]:
     small = 0.02
     if name.endswith((".bias", "_bias")):
         return 0.0, 0.1
-    if name in ("model.norm.weight", "model.embedding_norm.weight"):
+    if name in ("model.norm.weight", "model.embedding_norm.weight", "model.final_layernorm.weight"):
         middle = 2.0 / (small * width**0.5) if tied else 1.0
         return middle, 0.1 * middle
     if name.endswith(("q_norm.weight", "k_norm.weight", "q_layernorm.weight", "k_layernorm.weight")):
@@ -80,6 +81,8 @@ def _scale(name: str, width: int, tied: bool) -> tuple[float, float]:
         return 0.0, small if tied else 0.15
     if name.endswith("A_log"):  # as trained models are: e^A_log from 0.5 to 8
         return 0.7, 0.7
+    if name.endswith(".D"):
+        return 1.0, 0.3
     if name.endswith("dt_bias"):
         return -2.0, 1.0
     if name.endswith(".sinks"):

@@ -25,6 +25,7 @@ from tokserve.models.config_reader import ConfigReader
 from tokserve.models.decoder import DecoderSpec
 
 ARCHITECTURES = {
+    "BambaForCausalLM": "tokserve.families.state_space.hybrid:bamba",
     "Cohere2ForCausalLM": "tokserve.models.dense.cohere:cohere2",
     "CohereForCausalLM": "tokserve.models.dense.cohere:cohere",
     "DeepseekV2ForCausalLM": "tokserve.families.latent.deepseek:deepseek2",
@@ -45,7 +46,7 @@ ARCHITECTURES = {
     "GptOssForCausalLM": "tokserve.families.mixtures.gpt_oss:gpt_oss",
     "GraniteForCausalLM": "tokserve.models.dense.granite:granite",
     "GraniteMoeForCausalLM": "tokserve.families.mixtures.granite_moe:granite_moe",
-    "GraniteMoeHybridForCausalLM": "tokserve.families.mixtures.granite_moe:granite_hybrid",
+    "GraniteMoeHybridForCausalLM": "tokserve.families.state_space.hybrid:granite_hybrid",
     "GraniteMoeSharedForCausalLM": "tokserve.families.mixtures.granite_moe:granite_moe_shared",
     "HunYuanDenseV1ForCausalLM": "tokserve.models.dense.llama:hunyuan",
     "HunYuanMoEV1ForCausalLM": "tokserve.families.mixtures.small_moe:hunyuan_moe",
@@ -90,7 +91,6 @@ ENCODERS = {  # by family
 }
 # Architectures with layers that are neither attention nor one of the recurrent kinds built in.
 RECURRENT = {
-    "BambaForCausalLM",
     "FalconH1ForCausalLM",
     "FalconMambaForCausalLM",
     "JambaForCausalLM",

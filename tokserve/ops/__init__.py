@@ -29,6 +29,7 @@ from tokserve.ops import (
     quant,
     recurrent,
     sampling,
+    state_space,
     step,
     wna16,
 )
@@ -106,6 +107,7 @@ __all__ = [
     "sample_few",
     "sample_fused",
     "sampling_mask",
+    "scan_states",
     "short_conv",
     "silu_mul",
     "softmax",
@@ -160,6 +162,7 @@ experts_wna16 = mixture.experts_wna16.reference
 gated_delta = recurrent.gated_delta.reference
 short_conv = recurrent.short_conv.reference
 gate_heads = recurrent.gate_heads.reference
+scan_states = state_space.scan_states.reference
 store_kv = attention.store_kv.reference
 store_rows = attention.store_rows.reference
 norm_rope_store = attention.norm_rope_store.reference

@@ -51,6 +51,36 @@ void run_delta(const Kernels& kernels, Results& results, DType dtype, const Shap
   results.add(name + " ring", ring);
 }
 
+void run_scan(const Kernels& kernels, Results& results, DType dtype, int64_t dim, const Step& step) {
+  Random from(10);
+  constexpr int64_t heads = 6, groups = 2, size = 20, taps = 3;
+  const int64_t inner = heads * dim, tokens = step.length - step.first;
+  StateSpaceArgs a{};
+  a.dtype = dtype, a.heads = heads, a.groups = groups, a.size = size, a.dim = dim, a.taps = taps;
+  a.channels = inner + 2 * groups * size, a.entry = a.channels + heads, a.x_stride = inner + a.entry;
+  a.window = taps + kDrafts, a.norm_size = inner / groups, a.task_heads = 2, a.group_tasks = 2;
+  a.eps = 1e-6f, a.low = 0.01f, a.high = 3.0f;
+  const Array x = random(dtype, tokens * a.x_stride, from), weight = random(DType::f32, taps * a.channels, from);
+  const Array bias = random(DType::f32, a.channels, from), vectors = random(DType::f32, 3 * heads, from);
+  const Array norm = random(DType::f32, inner, from), state = random(DType::f32, kStates * heads * size * dim, from);
+  const Array ring = random(dtype, kStates * a.window * a.entry, from);
+  Array out(x.kind(), tokens * inner);
+  a.x = x.as<void>(), a.conv_weight = weight.as<float>(), a.conv_bias = bias.as<float>();
+  a.a_log = vectors.as<float>(), a.dt_bias = a.a_log + heads, a.skip = a.dt_bias + heads;
+  a.norm_weight = norm.as<float>(), a.state = state.as<float>(), a.ring = ring.as<void>(), a.out = out.as<void>();
+  const int32_t save[] = {0, static_cast<int32_t>(step.end), 2};
+  const StateRow row{1, 0, step.first, step.length, step.start, step.end, save, step.end > step.start ? 1 : 0};
+  const Array memory = scratch(kernels.state_scratch(a));
+  for (int64_t task = 0; task < groups * a.group_tasks; task++) kernels.state_scan(a, row, task, memory.as<char>());
+  kernels.state_keep(a, row);
+  kernels.state_gate(a, 0, tokens, memory.as<char>());
+  const std::string name =
+      text("scan_states %s dim=%lld first=%lld", name_of(dtype), (long long)dim, (long long)step.first);
+  results.add(name, out);
+  results.add(name + " state", state);
+  results.add(name + " ring", ring);
+}
+
 void run_conv(const Kernels& kernels, Results& results, DType dtype, int64_t channels, const Step& step) {
   Random from(8);
   constexpr int64_t taps = 3, window = taps + kDrafts;
@@ -88,6 +118,7 @@ void run_recurrent(const Kernels& kernels, Results& results) {
     for (const Step& step : kSteps) {
       for (const Shape& shape : {Shape{2, 1, 16, 16, 4}, {1, 2, 8, 5, 3}, {1, 1, 64, 64, 4}})
         run_delta(kernels, results, dtype, shape, step);
+      for (const int64_t dim : {5, 48}) run_scan(kernels, results, dtype, dim, step);
       for (const int64_t channels : {5, 64}) run_conv(kernels, results, dtype, channels, step);
     }
     run_gates(kernels, results, dtype);

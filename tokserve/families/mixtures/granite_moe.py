@@ -1,4 +1,4 @@
-"""Granite with experts in every layer, and Granite 4, which may have some."""
+"""Granite with experts in every layer, and what Granite 4 has beside its state-space layers."""
 
 from __future__ import annotations
 
@@ -52,13 +52,8 @@ def _with_experts(spec: DecoderSpec, fields: ConfigReader, shared: MLPSpec | Non
     return with_mixture(spec, experts, [True] * len(spec.blocks), "")
 
 
-def granite_hybrid(hf: Mapping[str, Any]) -> DecoderSpec:
+def granite_attending(fields: ConfigReader) -> DecoderSpec:
     """Granite 4 with attention in every layer: gate and up are one tensor; rope and experts may be missing."""
-    fields = ConfigReader(hf)
-    name = "layers_block_type" if fields.present("layers_block_type") else "layer_types"
-    if others := sorted(set(fields.texts(name) or ["mamba"]) - {"attention", "full_attention"}):
-        kinds = ", ".join(others)
-        raise fields.refuse(name, f"names unsupported kinds: {kinds}; of Granite 4, models without Mamba are served")
     inner = fields.integer("shared_intermediate_size", 1024)
     turned = fields.text("position_embedding_type", "nope") == "rope"
     spec = granite_spec(

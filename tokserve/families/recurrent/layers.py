@@ -108,6 +108,12 @@ class Recurrent:
         """A draft model has the states of its layers nowhere."""
         raise StartError("speculative_config: a draft model is not supported with recurrent states")
 
+    def _vector(self, attribute: str, size: int) -> Parameter:
+        def load(tensor: Tensor) -> None:
+            setattr(self, attribute, owned_copy(tensor, (size,), torch.float32))
+
+        return Parameter((size,), load, torch.float32, places=lambda: [VectorPlace(getattr(self, attribute))])
+
     def _project_out(self, mixed: Tensor, batch: ForwardBatch, logits_rows: LogitsRows | None) -> Tensor:
         """The output projection of all tokens [T], or of the n tokens of `logits_rows`."""
         if logits_rows is None:
@@ -145,12 +151,6 @@ class GatedDelta(Recurrent):
         ):
             parameters[name] = self._vector(attribute, size)
         return parameters
-
-    def _vector(self, attribute: str, size: int) -> Parameter:
-        def load(tensor: Tensor) -> None:
-            setattr(self, attribute, owned_copy(tensor, (size,), torch.float32))
-
-        return Parameter((size,), load, torch.float32, places=lambda: [VectorPlace(getattr(self, attribute))])
 
     def kv_spec(self) -> StateSpec:
         """What a state has of this layer."""

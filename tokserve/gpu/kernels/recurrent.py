@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tokserve.gpu.kernels.launch import EXACT, cdiv, next_power_of_2, warps
 from tokserve.gpu.kernels.sums import tree_sum
-from tokserve.ops import recurrent
+from tokserve.ops import recurrent, state_space
 
 COLUMNS = 32  # of a state in a program
 CHANNELS = 256  # of a program that convolves or copies
@@ -257,6 +257,108 @@ def short_conv_kernel(
             tl.store(out + at * CHANNELS + channel, (gate * mixed).to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["saves"])
+def scan_states_kernel(
+    entries,
+    weight,
+    conv_bias,
+    a_log,
+    dt_bias,
+    skip,
+    low,
+    high,
+    state,
+    ring,
+    reads,
+    query_start,
+    seq_lens,
+    state_rows,
+    starts,
+    ends,
+    save_ptr,
+    saves,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ENTRY: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+):
+    """One row, some columns of one head's state: its outputs without their gates [T,HEADS,DIM]."""
+    number, head = tl.program_id(0), tl.program_id(1)
+    token = tl.load(query_start + number).to(tl.int64)
+    count = tl.load(query_start + number + 1) - token
+    index = tl.load(state_rows + number)
+    if (count > 0) & (index >= 0):
+        length, start, end = tl.load(seq_lens + number), tl.load(starts + number), tl.load(ends + number)
+        first = length - count
+        inner: tl.constexpr = HEADS * DIM
+        of_group: tl.constexpr = (CHANNELS - inner) // 2
+        key, value = tl.arange(0, SIZE_BLOCK), tl.program_id(2) * DIM_BLOCK + tl.arange(0, DIM_BLOCK)
+        is_key, is_value = key < SIZE, value < DIM
+        inside = is_key[:, None] & is_value[None, :]
+        place = head * SIZE * DIM + key[:, None] * DIM + value[None, :]
+        size: tl.constexpr = HEADS * SIZE * DIM
+        memory = tl.zeros([SIZE_BLOCK, DIM_BLOCK], tl.float32)
+        if start > 0:
+            memory = tl.load(state + index * size + place, mask=inside, other=0.0)
+        ring_row, rows = ring + index * WINDOW * ENTRY, entries + token * ENTRY
+        rate, bias, direct = tl.exp(tl.load(a_log + head)), tl.load(dt_bias + head), tl.load(skip + head)
+        b_channel = inner + head // GROUP * SIZE + key
+        c_channel, u_channel = b_channel + of_group, head * DIM + value
+        for position in range(tl.minimum(start, first), length):
+            b = convolve(rows, ring_row, weight, b_channel, is_key, position, first, CHANNELS, ENTRY, TAPS, WINDOW)
+            c = convolve(rows, ring_row, weight, c_channel, is_key, position, first, CHANNELS, ENTRY, TAPS, WINDOW)
+            u = convolve(rows, ring_row, weight, u_channel, is_value, position, first, CHANNELS, ENTRY, TAPS, WINDOW)
+            if HAS_BIAS:
+                b += tl.load(conv_bias + b_channel, mask=is_key, other=0.0)
+                c += tl.load(conv_bias + c_channel, mask=is_key, other=0.0)
+                u += tl.load(conv_bias + u_channel, mask=is_value, other=0.0)
+            b, c, u = silu(b), silu(c), silu(u)
+            if position >= start:
+                if position >= first:
+                    dt = tl.load(rows + (position - first) * ENTRY + CHANNELS + head).to(tl.float32)
+                else:
+                    dt = tl.load(ring_row + position % WINDOW * ENTRY + CHANNELS + head).to(tl.float32)
+                step = tl.minimum(tl.maximum(softplus(dt + bias), low), high)
+                memory = memory * tl.exp(-rate * step) + b[:, None] * (step * u)[None, :]
+                if position + 1 == end:
+                    tl.store(state + index * size + place, memory, mask=inside)
+                for save in range(saves):
+                    owner, until = tl.load(save_ptr + 3 * save), tl.load(save_ptr + 3 * save + 1)
+                    if (owner == number) & (until == position + 1):
+                        target = tl.load(save_ptr + 3 * save + 2).to(tl.int64)
+                        tl.store(state + target * size + place, memory, mask=inside)
+            if position >= first:
+                at = ((token + position - first) * HEADS + head) * DIM + value
+                read = tl.sum(memory * c[:, None], 0) + direct * u
+                tl.store(reads + at, read.to(reads.dtype.element_ty), mask=is_value)
+
+
+@triton.jit
+def gate_outputs_kernel(
+    out, gates, stride, norm_weight, eps, GROUPS: tl.constexpr, SIZE: tl.constexpr, HAS_NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Some outputs of one token, in place: gated, then divided by their root mean square."""
+    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    at = group * SIZE + column
+    gate = tl.load(gates + token * stride + at, mask=inside, other=0.0).to(tl.float32)
+    place = out + token * GROUPS * SIZE + at
+    gated = tl.load(place, mask=inside, other=0.0).to(tl.float32) * silu(gate)
+    if HAS_NORM:
+        root = tl.rsqrt(tree_sum(gated * gated) / SIZE + eps)
+        gated = gated * root * tl.load(norm_weight + at, mask=inside, other=0.0)
+    tl.store(place, gated.to(out.dtype.element_ty), mask=inside)
+
+
 @triton.jit
 def gate_heads_kernel(mixed, x, out, x_stride, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
     """One head of one token."""
@@ -368,6 +470,85 @@ def short_conv(
             bias is not None,
             CHANNELS,
             num_warps=warps(CHANNELS),
+            **EXACT,
+        )
+        _keep_inputs(entries, ring, query_start, seq_lens, state_rows, saves, taps)
+    return out
+
+
+@state_space.scan_states.implement("triton", device="cuda")
+def scan_states(
+    x: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    skip: Tensor,
+    norm_weight: Tensor | None,
+    norm_size: int,
+    eps: float,
+    low: float,
+    high: float,
+    state: Tensor,
+    ring: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    state_rows: Tensor,
+    start: Tensor,
+    end: Tensor,
+    saves: Tensor,
+) -> Tensor:
+    """The reference, but for the order of sums over the elements of a group's B and C."""
+    heads, size, dim = state.shape[1:]
+    taps, channels = conv_weight.shape
+    inner = heads * dim
+    entries, out = x[:, inner:].contiguous(), x.new_zeros(x.shape[0], inner)  # zero for rows without a state
+    if len(seq_lens) and len(x):
+        dim_block, block = min(COLUMNS, next_power_of_2(dim)), next_power_of_2(norm_size)
+        scan_states_kernel[(len(seq_lens), heads, cdiv(dim, dim_block))](
+            entries,
+            conv_weight,
+            conv_weight if conv_bias is None else conv_bias,
+            a_log,
+            dt_bias,
+            skip,
+            low,
+            high,
+            state,
+            ring,
+            out,
+            query_start,
+            seq_lens,
+            state_rows,
+            start,
+            end,
+            saves,
+            len(saves),
+            heads,
+            heads * 2 * size // (channels - inner),
+            size,
+            dim,
+            channels,
+            taps,
+            ring.shape[1],
+            channels + heads,
+            conv_bias is not None,
+            next_power_of_2(size),
+            dim_block,
+            num_warps=4,
+            **EXACT,
+        )
+        gate_outputs_kernel[(x.shape[0], inner // norm_size)](
+            out,
+            x,
+            x.stride(0),
+            conv_weight if norm_weight is None else norm_weight,
+            eps,
+            inner // norm_size,
+            norm_size,
+            norm_weight is not None,
+            block,
+            num_warps=warps(block),
             **EXACT,
         )
         _keep_inputs(entries, ring, query_start, seq_lens, state_rows, saves, taps)

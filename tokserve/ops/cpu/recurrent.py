@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from tokserve import _C
-from tokserve.ops import recurrent
+from tokserve.ops import recurrent, state_space
 
 
 @recurrent.gated_delta.implement("cpp", device="cpu")
@@ -32,6 +32,14 @@ def gated_delta(
 def short_conv(x: Tensor, conv_weight: Tensor, *rest: Any) -> Tensor:
     out = x.new_empty(x.shape[0], conv_weight.shape[1])
     _C.short_conv(x, conv_weight, *rest, out)
+    return out
+
+
+@state_space.scan_states.implement("cpp", device="cpu")
+def scan_states(x: Tensor, *rest: Any) -> Tensor:
+    state = rest[10]
+    out = x.new_empty(x.shape[0], state.shape[1] * state.shape[3])
+    _C.scan_states(x, *rest, out)
     return out
 
 

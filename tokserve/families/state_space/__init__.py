@@ -1,0 +1,1 @@
+"""State-space layers (Mamba-2), and the families that have them."""

@@ -1,0 +1,115 @@
+"""The state-space layer (Mamba-2) in attention's place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from tokserve import ops
+from tokserve.families.recurrent.layers import Convolution, Recurrent
+from tokserve.layers.batch import ForwardBatch, LogitsRows
+from tokserve.layers.linear import Linear
+from tokserve.layers.options import LayerOptions
+from tokserve.layers.parallel import ALONE
+from tokserve.layers.parameter import Parameter
+from tokserve.layers.rope import NO_ROPE, RopeSpec
+from tokserve.protocol.kv_spec import StateSpec, dtype_name
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpaceSpec:
+    """`heads` of `dim` elements in `groups` that share their B and C of `size` elements.
+
+    `taps`: of the convolution; `conv_bias`, `bias`: whether it and the projections have biases.  `norm_size`: outputs
+    that are normalized together.  `limits`: of a step's size.
+    """
+
+    heads: int
+    dim: int
+    groups: int
+    size: int
+    taps: int
+    eps: float
+    norm_size: int
+    conv_bias: bool = True
+    bias: bool = False
+    limits: tuple[float, float] = (0.0, float("inf"))
+    rope: RopeSpec = NO_ROPE
+
+    @property
+    def inner(self) -> int:
+        """Elements of all heads."""
+        return self.heads * self.dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return self.inner + 2 * self.groups * self.size
+
+    def layer(self, hidden: int, options: LayerOptions) -> StateSpace:
+        """The layer without weights; every rank has it whole."""
+        return StateSpace(hidden, self, replace(options, group=ALONE))
+
+
+class StateSpace(Recurrent):
+    """`hidden` is the width of inputs and outputs."""
+
+    a_log: Tensor  # [heads] float32
+    dt_bias: Tensor  # [heads] float32
+    skip: Tensor  # [heads] float32
+    norm_weight: Tensor  # [heads * dim] float32
+
+    def __init__(self, hidden: int, spec: StateSpaceSpec, options: LayerOptions) -> None:
+        self.spec, self.dtype = spec, options.dtype
+        outputs = spec.inner + spec.channels + spec.heads
+        self.project = Linear(hidden, {"in_proj": outputs}, options, bias=spec.bias)
+        self.conv = Convolution(spec.channels, spec.taps, options.dtype, bias=spec.conv_bias)
+        self.out = Linear(spec.inner, {"out_proj": hidden}, options, bias=spec.bias)
+
+    def linears(self) -> dict[str, Linear]:
+        """The projections by name."""
+        return {"project": self.project, "out": self.out}
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Under the names of Hugging Face checkpoints."""
+        parameters = self.project.parameters() | self.out.parameters()
+        parameters |= {f"conv1d.{name}": parameter for name, parameter in self.conv.parameters().items()}
+        for name, attribute in (("A_log", "a_log"), ("dt_bias", "dt_bias"), ("D", "skip")):
+            parameters[name] = self._vector(attribute, self.spec.heads)
+        parameters["norm.weight"] = self._vector("norm_weight", self.spec.inner)
+        return parameters
+
+    def kv_spec(self) -> StateSpec:
+        """What a state has of this layer."""
+        spec = self.spec
+        memory = (spec.heads, spec.size, spec.dim)
+        return StateSpec(spec.taps, spec.channels + spec.heads, dtype_name(self.dtype), memory=memory)
+
+    def __call__(
+        self, x: Tensor, batch: ForwardBatch, layer: int, table: Tensor, logits_rows: LogitsRows | None = None
+    ) -> Tensor:  # [T, hidden] -> same, or [n, hidden] of the n tokens of `logits_rows`
+        (ring, memory), rows = batch.kv[layer], batch.states
+        assert rows is not None
+        spec = self.spec
+        mixed = ops.scan_states(
+            self.project(x, adapters=batch.adapters),
+            self.conv.weight,
+            self.conv.bias,
+            self.a_log,
+            self.dt_bias,
+            self.skip,
+            self.norm_weight,
+            spec.norm_size,
+            spec.eps,
+            *spec.limits,
+            memory,
+            ring,
+            batch.query_start,
+            batch.seq_lens,
+            rows.rows,
+            rows.start,
+            rows.end,
+            rows.saves,
+        )  # [T, heads * dim]
+        return self._project_out(mixed, batch, logits_rows)
