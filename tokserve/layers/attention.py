@@ -195,7 +195,7 @@ class Attention:
         of what is projected [T,...]: on a GPU, attention may read it while the kernel that precedes it still runs."""
         kind = self._kind()
         if kind not in batch.work:
-            q = projected[:, : self.heads * self.dim].view(-1, self.heads, self.dim)  # its shape counts
+            q = projected.new_empty((projected.shape[0], self.heads, self.dim))  # its shape counts
             batch.work[kind] = ops.attention_work(
                 q, keys, batch.block_tables, batch.query_start, batch.seq_lens, self.window
             )
