@@ -273,11 +273,52 @@ def measure(shape: str, layers: int, rows: int, card: Card, **options: Any) -> d
     }
 
 
+def profile(shape: str, layers: int, rows: int, **options: Any) -> list[dict[str, Any]]:
+    """Microseconds and launches of each kernel in a decode step, in graphs as they serve; the longest first."""
+    runner = make(shape, layers, rows, **options)
+    prefill(runner, rows)
+    decode(runner, rows, CONTEXT)
+    activities = [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else None
+    with torch.profiler.profile(activities=activities) as profiler:
+        decode(runner, rows, CONTEXT + STEPS + WARM)
+    steps = STEPS + WARM
+    kernels = [
+        {
+            "kernel": event.key,
+            "us": (event.self_device_time_total or event.self_cpu_time_total) / steps,
+            "launches": event.count / steps,
+        }
+        for event in profiler.key_averages()
+    ]
+    return sorted(kernels, key=lambda kernel: -kernel["us"])
+
+
+def print_profiles(out: Path) -> None:
+    """Profiles of the steps that matter, to the file, and their longest kernels."""
+    figures: dict[str, Any] = {"card": torch.cuda.get_device_name(), "profiles": {}}
+    for shape, layers, rows in (("0.6B", 28, 1), ("8B", 6, 1), ("0.6B", 28, 256), ("8B", 6, 256)):
+        kernels = profile(shape, layers, rows)
+        figures["profiles"][f"{shape}, {layers} layers, {rows} rows"] = kernels
+        out.write_text(json.dumps(figures, indent=1))
+        gc.collect()
+        torch.cuda.empty_cache()
+        total = sum(kernel["us"] for kernel in kernels)
+        print(f"{shape}, {layers} layers, {rows} rows: {total:.0f} us of kernels a step")
+        for kernel in kernels[:12]:
+            share, name = kernel["us"] / total, kernel["kernel"][:70]
+            print(f"  {kernel['us']:9.1f} us {share:6.1%} {kernel['launches']:7.1f} x {name}")
+
+
 def main() -> None:
     """Measure, write, print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    out = parser.parse_args().out
+    parser.add_argument("--profile", action="store_true", help="what each kernel takes of a step, and nothing else")
+    arguments = parser.parse_args()
+    out = arguments.out
+    if arguments.profile:
+        print_profiles(out)
+        return
     card = measure_card()
     figures: dict[str, Any] = {"card": vars(card), "torch": torch.__version__, "rows": []}
     print(f"{card.name}: copies {card.bytes_per_second / 1e12:.2f} TB/s, bf16 {card.flops / 1e12:.0f} TFLOP/s")

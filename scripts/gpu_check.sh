@@ -10,7 +10,7 @@
 #
 # --wheels DIR: wheels of what this machine lacks (docs/gpu-checklist.md has the list), installed for this run only.
 # --seconds N: for all parts together, default 570.  --only: probe kernels runner both_ways steps server
-# training ipc ranks whole; by name only: probe2 features G4 G9.
+# training ipc ranks whole; by name only: probe2 features profile G4 G9.
 # Needs Python 3.11-3.13 with torch 2.11-2.13, triton, transformers, pytest; PYTHON names it.  The C++ extension is
 # not needed.  A part whose packages are missing is reported as skipped.
 set -uo pipefail
@@ -112,10 +112,11 @@ tests ipc 60 "zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" tests
 tests ranks 150 "zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" tests/e2e/test_gpu_ranks.py
 result "$out/whole.json" part whole 170 "msgspec psutil ahocorasick transformers zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" \
   "$python" benchmarks/gpu_whole.py --out "$out/whole.json"
-# what is asked for by name: --only "probe2 features G4 G9"
+# what is asked for by name: --only "probe2 features profile G4 G9"
 part probe2 300 "msgspec psutil" "$python" scripts/gpu_probe2.py --out "$out/probe2.json"
 if [ -f "$out/probe2.log" ]; then cut -c1-400 "$out/probe2.log" >>"$out/summary.txt"; fi
 tests features 400 "zmq fastapi uvicorn uvloop pydantic prometheus_client httpx safetensors" $workers tests/e2e/test_gpu_features.py
+part profile 170 "msgspec psutil" "$python" benchmarks/gpu.py --profile --out "$out/profile.json"
 for goal in G4 G9; do
   part "$goal" 400 "msgspec psutil ahocorasick transformers zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" \
     "$python" benchmarks/gpu_whole.py --only "$goal" --out "$out/$goal.json"
@@ -123,5 +124,6 @@ done
 printf '%s' "$errors"
 grep -hs '^ *[0-9]* \(yes\|NO\|--\|FAILED\) ' "$out/summary.txt" | cut -c1-300
 grep -hs '^G[0-9]\|TB/s\|^transformers' "$out/steps.log" "$out/whole.log" "$out/G4.log" "$out/G9.log" | cut -c1-400
+if [ -f "$out/profile.log" ]; then tail -n 56 "$out/profile.log" | cut -c1-110; fi
 printf '%s' "$table" | tee -a "$out/summary.txt"
 exit $failed

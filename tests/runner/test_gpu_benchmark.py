@@ -73,3 +73,10 @@ def test_a_row_of_the_table_is_made(program: Any) -> None:
     assert all(row[name] > 0 for name in ("decode_tok_s", "prefill_tok_s", "roofline_share", "fast_step_ms"))
     assert row["chat_step_ms"] > 0 and row["long_prompt_tok_s"] > 0
     assert row["with_a_prompt_ms"] > 0 and row["with_a_prompt_launched_ms"] > 0
+
+
+@pytest.mark.slow
+def test_a_step_is_profiled(program: Any) -> None:
+    kernels = program.profile("8B", 1, 3)
+    assert kernels[0]["us"] >= kernels[-1]["us"] >= 0 and kernels[0]["us"] > 0
+    assert all(kernel["launches"] > 0 for kernel in kernels)
