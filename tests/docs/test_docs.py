@@ -108,3 +108,11 @@ def test_error_codes_are_explained_with_their_status() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 150
+
+
+def test_decisions_have_numbers_of_their_own() -> None:
+    """Files that two branches add get the same number easily; the title has the file's number."""
+    files = sorted((DOCS / "decisions").glob("*.md"))
+    numbers = [path.name[:3] for path in files]
+    assert len(numbers) > 50 and sorted(set(numbers)) == numbers
+    assert [path.read_text().partition(": ")[0] for path in files] == [f"# {number}" for number in numbers]
