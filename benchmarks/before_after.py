@@ -16,6 +16,7 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import closed_loop
 import peer_servers as servers
@@ -25,12 +26,16 @@ from peers import LARGE, Case, Flood, hardware
 from tokserve.bench.clients import RequestShape
 from tokserve.bench.datasets import DatasetSpec, make
 
-GRAMMAR = {"regex": "[0-9a-z ]{200}"}
+GRAMMAR = {"structured_outputs": {"regex": "[0-9a-z ]{200}"}}
+MASKS = {"temperature": 0.1, "top_p": 0.95, "return_sampling_mask": True}
 
 
 @dataclass(frozen=True, kw_only=True)
-class FloodWithGrammar(Flood):
-    """One connection's requests have a grammar."""
+class FloodWithParams(Flood):
+    """Every `every`-th request has these sampling parameters, too; 0: those of one connection."""
+
+    params: dict[str, Any]
+    every: int = 0
 
     def load(self, url: str, seed: int, vocab_size: int) -> float:
         """Ask a server; output tokens per second."""
@@ -38,9 +43,9 @@ class FloodWithGrammar(Flood):
         count = self.concurrency * (self.per_lane + 1)
         talks = make(DatasetSpec(count=count, input_len=128, output_len=64, vocab_size=vocab_size, seed=seed))
         bodies = [shape.body(talk.turns[0].prompt, 64) for talk in talks]
-        for index in range(0, count, self.concurrency):
+        for index in range(0, count, self.every or self.concurrency):
             body = json.loads(bodies[index])
-            body["sampling_params"]["structured_outputs"] = GRAMMAR
+            body["sampling_params"].update(self.params)
             bodies[index] = json.dumps(body).encode()
         return closed_loop.output_rate(int(url.rpartition(":")[2]), bodies, self.concurrency, 64, stream=self.stream)
 
@@ -49,9 +54,11 @@ TINY: list[Flood | Case] = [
     Flood(name="c=64, stream", concurrency=64, stream=True, per_lane=6),
     Flood(name="c=64, whole", concurrency=64, stream=False, per_lane=6),
     Flood(name="c=64, stream, logprobs 5", concurrency=64, stream=True, logprobs=5, per_lane=6),
-    FloodWithGrammar(name="c=64, stream, one grammar", concurrency=64, stream=True, per_lane=6),
+    FloodWithParams(name="c=64, stream, one grammar", concurrency=64, stream=True, per_lane=6, params=GRAMMAR),
+    FloodWithParams(name="c=64, stream, masks", concurrency=64, stream=True, per_lane=6, params=MASKS, every=1),
 ]
-DECODE: list[Flood | Case] = [case for case in LARGE if case.name in ("decode c=1", "decode c=16")]
+DECODE: list[Flood | Case] = [case for case in LARGE if case.name != "decode c=4"]
+STARTS = {"start": [], "start, --tokens-only": ["--tokens-only"]}
 
 
 @dataclass
@@ -90,6 +97,22 @@ def row(case: Case | Flood, old: Figures, new: Figures) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def starts(model: str, pythons: dict[str, str], folder: Path, rounds: int) -> None:
+    """Print the rows of seconds from the command to the first reply of `/health`, in turns."""
+    for name, flags in STARTS.items():
+        waits: dict[str, list[float]] = {build: [] for build in pythons}
+        for turn in range(rounds):
+            for build in pythons if turn % 2 else reversed(pythons):
+                server = servers.tokserve(model, 1, flags, folder / "start.log", name=build, python=pythons[build])
+                try:
+                    waits[build].append(server.wait_ready())
+                finally:
+                    server.stop()
+        old, new = (statistics.median(seconds) for seconds in waits.values())
+        ratio = statistics.median(after / before for before, after in zip(*waits.values(), strict=True))
+        print(f"| {name} | s | {old:.2f} | {new:.2f} | {ratio:.3f} | | |", flush=True)
+
+
 def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -97,21 +120,25 @@ def main() -> None:
     parser.add_argument("--before", required=True, metavar="PATH", help="the Python of the other build's environment")
     parser.add_argument("--decode", action="store_true", help="the median time between tokens, for a large model")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each case. Default: 3.")
+    parser.add_argument("--starts", type=int, default=0, metavar="N", help="turns of starts, first. Default: none.")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # an exception, so that servers are stopped
     vocab_size = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
     cases = DECODE if args.decode else TINY
     print(hardware(), flush=True)
     with tempfile.TemporaryDirectory(prefix="before-after-") as folder, ExitStack() as stack:
+        print("| case | unit | before | after | ratio | server's processor time | engine's |")
+        print("|---" * 7 + "|", flush=True)
+        pythons = {"before": args.before, "after": sys.executable}
+        if args.starts:
+            starts(args.model, pythons, Path(folder), args.starts)
         up = []
-        for name, python in (("before", args.before), ("after", sys.executable)):
+        for name, python in pythons.items():
             log = Path(folder) / f"{name}.log"
             up.append(servers.tokserve(args.model, 1, [], log, name=name, python=python))
             stack.callback(up[-1].stop)
         for server in up:
             server.wait_ready()
-        print("| case | unit | before | after | ratio | server's processor time | engine's |")
-        print("|---" * 7 + "|", flush=True)
         for number, case in enumerate(cases):
             both = Figures(), Figures()
             for turn in range(args.rounds):

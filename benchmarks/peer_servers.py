@@ -110,8 +110,7 @@ def tokserve(
     """The server of this repository, or of another Python's environment, on all cores."""
     command = [python, "-P", "-m", "tokserve", "serve", model]  # -P: its own, not that of the current directory
     command += ["--max-model-len", str(MAX_MODEL_LEN)]
-    if python == sys.executable:  # random weights repeat themselves: drafts would be what is measured
-        command += ["--spec-method", "none"]
+    command += ["--spec-method", "none"]  # random weights repeat themselves: drafts would be what is measured
     return HttpServer(name, [*command, "--kv-cache-memory-bytes", f"{kv_gib}G", *flags], log, {})
 
 
