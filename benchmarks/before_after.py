@@ -26,7 +26,7 @@ from peers import LARGE, Case, Flood, hardware
 from tokserve.bench.clients import RequestShape
 from tokserve.bench.datasets import DatasetSpec, make
 
-GRAMMAR = {"structured_outputs": {"regex": "[0-9a-z ]{200}"}}
+GRAMMAR = {"structured_outputs": {"regex": "[0-9a-z ]{900}"}}
 MASKS = {"temperature": 0.1, "top_p": 0.95, "return_sampling_mask": True}
 
 
