@@ -6,6 +6,8 @@ convolution's last inputs.  The batch says which row belongs to which request, a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,18 +15,26 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.base.errors import StartError
-from tokserve.layers.batch import ForwardBatch, LogitsRows
+from tokserve.families.recurrent import replay
+from tokserve.layers.batch import ForwardBatch, LogitsRows, StateRows
 from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import ALONE
 from tokserve.layers.parameter import Parameter, owned_copy
 from tokserve.layers.places import TransposedPlace, VectorPlace
 from tokserve.layers.rope import NO_ROPE, RopeSpec
+from tokserve.ops.recurrent import Sizes
 from tokserve.protocol.kv_spec import StateSpec, dtype_name
 
 
+class RecurrentSpec:
+    """The spec of a layer that is a `Recurrent`."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class GatedDeltaSpec:
+class GatedDeltaSpec(RecurrentSpec):
     """The gated delta rule: `heads` value heads of `dim` in groups that share the `key_heads` keys of `key_dim`.
 
     `taps`: of the convolution.  `grouped`: a projection has the parts of the first key head, then those of the next.
@@ -48,7 +58,7 @@ class GatedDeltaSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConvSpec:
+class ShortConvSpec(RecurrentSpec):
     """A gated convolution of as many channels as the model is wide; `bias`: of it and of both projections."""
 
     taps: int
@@ -88,11 +98,10 @@ class Convolution:
         self.bias = owned_copy(tensor, (self.channels,), torch.float32)
 
 
-class Recurrent:
-    """What these layers have in common with attention for a decoder: no keys, no values, no scales of a cache."""
+class NoCache:
+    """What a decoder asks of attention, for layers without keys, values and scales of a cache."""
 
     k_scale = v_scale = 1.0
-    out: Linear
 
     def probe(self) -> None:
         """There is no attention to check."""
@@ -108,17 +117,75 @@ class Recurrent:
         """A draft model has the states of its layers nowhere."""
         raise StartError("speculative_config: a draft model is not supported with recurrent states")
 
+
+class Recurrent(NoCache, ABC):
+    """What these layers have in common: projections, a recurrence that mixes the tokens, an output projection."""
+
+    dtype: torch.dtype
+    project: Linear
+    out: Linear
+
+    def projections(self) -> list[Linear]:
+        """The layers whose outputs `mix` takes, in its order."""
+        return [self.project]
+
+    def linears(self) -> dict[str, Linear]:
+        """The projections by name."""
+        return {"project": self.project, "out": self.out}
+
+    @abstractmethod
+    def vectors(self) -> dict[str, Parameter]:
+        """The parameters of the recurrence, all float32, under the names of Hugging Face checkpoints."""
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Under the names of Hugging Face checkpoints."""
+        parameters: dict[str, Parameter] = {}
+        for linear in self.linears().values():
+            parameters |= linear.parameters()
+        return parameters | self.vectors()
+
+    @abstractmethod
+    def kv_spec(self) -> StateSpec:
+        """What a state has of this layer."""
+
+    @abstractmethod
+    def mix(
+        self,
+        projected: Sequence[Tensor],
+        kept: Sequence[Tensor],
+        query_start: Tensor,
+        seq_lens: Tensor,
+        states: StateRows,
+    ) -> Tensor:
+        """The inputs [T, W] of the output projection from outputs of `projections` [T, ...].  `kept`: the ring and, if
+        the layer has one, the memory, which go on in place; the rest is of a `ForwardBatch`."""
+
+    @abstractmethod
+    def replay(
+        self, projected: Sequence[Tensor], earlier: int, memory: Tensor | None, vectors: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """What `mix` computes of consecutive tokens of a sequence, for the gradients: in float32 and by torch's
+        differentiable functions, with other bits.
+
+        `projected` [n, ...] float32 begin with the `earlier` tokens before them, those that the convolution reads.
+        `memory` is that before the first token, None if there is none or the sequence begins here.  `vectors`: the
+        parameters of the recurrence.  Returns the values [n - earlier, W] and the memory after the last token."""
+
+    def __call__(
+        self, x: Tensor, batch: ForwardBatch, layer: int, table: Tensor, logits_rows: LogitsRows | None = None
+    ) -> Tensor:  # [T, hidden] -> same, or [n, hidden] of the n tokens of `logits_rows`
+        assert batch.states is not None
+        projected = [linear(x, adapters=batch.adapters) for linear in self.projections()]
+        mixed = self.mix(projected, batch.kv[layer], batch.query_start, batch.seq_lens, batch.states)
+        if logits_rows is None:
+            return self.out(mixed, adapters=batch.adapters)
+        return self.out(mixed.index_select(0, logits_rows.tokens), adapters=logits_rows.adapters)
+
     def _vector(self, attribute: str, size: int) -> Parameter:
         def load(tensor: Tensor) -> None:
             setattr(self, attribute, owned_copy(tensor, (size,), torch.float32))
 
         return Parameter((size,), load, torch.float32, places=lambda: [VectorPlace(getattr(self, attribute))])
-
-    def _project_out(self, mixed: Tensor, batch: ForwardBatch, logits_rows: LogitsRows | None) -> Tensor:
-        """The output projection of all tokens [T], or of the n tokens of `logits_rows`."""
-        if logits_rows is None:
-            return self.out(mixed, adapters=batch.adapters)
-        return self.out(mixed.index_select(0, logits_rows.tokens), adapters=logits_rows.adapters)
 
 
 class GatedDelta(Recurrent):
@@ -136,14 +203,14 @@ class GatedDelta(Recurrent):
         self.conv = Convolution(self.channels, spec.taps, options.dtype)
         self.out = Linear(spec.heads * spec.dim, {"out_proj": hidden}, options)
 
+    def projections(self) -> list[Linear]:
+        return [self.project, self.rates]
+
     def linears(self) -> dict[str, Linear]:
-        """The projections by name."""
         return {"project": self.project, "rates": self.rates, "out": self.out}
 
-    def parameters(self) -> dict[str, Parameter]:
-        """Under the names of Hugging Face checkpoints."""
-        parameters = self.project.parameters() | self.rates.parameters() | self.out.parameters()
-        parameters |= {f"conv1d.{name}": parameter for name, parameter in self.conv.parameters().items()}
+    def vectors(self) -> dict[str, Parameter]:
+        parameters = {f"conv1d.{name}": parameter for name, parameter in self.conv.parameters().items()}
         for name, attribute, size in (
             ("A_log", "a_log", self.spec.heads),
             ("dt_bias", "dt_bias", self.spec.heads),
@@ -153,37 +220,45 @@ class GatedDelta(Recurrent):
         return parameters
 
     def kv_spec(self) -> StateSpec:
-        """What a state has of this layer."""
         spec = self.spec
         entry = self.channels + 2 * spec.heads
         dtype = dtype_name(self.dtype)
         return StateSpec(spec.taps, entry, dtype, memory=(spec.heads, spec.key_dim, spec.dim))
 
-    def __call__(
-        self, x: Tensor, batch: ForwardBatch, layer: int, table: Tensor, logits_rows: LogitsRows | None = None
-    ) -> Tensor:  # [T, hidden] -> same, or [n, hidden] of the n tokens of `logits_rows`
-        (ring, memory), rows = batch.kv[layer], batch.states
-        assert rows is not None
-        spec, adapters = self.spec, batch.adapters
-        mixed = ops.gated_delta(
-            self.project(x, adapters=adapters),
-            self.rates(x, adapters=adapters),
+    def mix(
+        self,
+        projected: Sequence[Tensor],
+        kept: Sequence[Tensor],
+        query_start: Tensor,
+        seq_lens: Tensor,
+        states: StateRows,
+    ) -> Tensor:  # [T, heads * dim]
+        (x, rates), (ring, memory) = projected, kept
+        return ops.gated_delta(
+            x,
+            rates,
             self.conv.weight,
             self.a_log,
             self.dt_bias,
             self.norm_weight,
-            spec.eps,
-            spec.grouped,
+            self.spec.eps,
+            self.spec.grouped,
             memory,
             ring,
-            batch.query_start,
-            batch.seq_lens,
-            rows.rows,
-            rows.start,
-            rows.end,
-            rows.saves,
-        )  # [T, heads * dim]
-        return self._project_out(mixed, batch, logits_rows)
+            query_start,
+            seq_lens,
+            states.rows,
+            states.start,
+            states.end,
+            states.saves,
+        )
+
+    def replay(
+        self, projected: Sequence[Tensor], earlier: int, memory: Tensor | None, vectors: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        spec = self.spec
+        sizes = Sizes(spec.heads, spec.key_dim, spec.dim, self.channels)
+        return replay.gated_delta(sizes, spec.eps, spec.grouped, projected, earlier, memory, vectors)
 
 
 class ShortConv(Recurrent):
@@ -195,31 +270,36 @@ class ShortConv(Recurrent):
         self.conv = Convolution(hidden, spec.taps, options.dtype, bias=spec.bias)
         self.out = Linear(hidden, {"out_proj": hidden}, options, bias=spec.bias)
 
-    def linears(self) -> dict[str, Linear]:
-        return {"project": self.project, "out": self.out}
-
-    def parameters(self) -> dict[str, Parameter]:
-        conv = {f"conv.{name}": parameter for name, parameter in self.conv.parameters().items()}
-        return self.project.parameters() | conv | self.out.parameters()
+    def vectors(self) -> dict[str, Parameter]:
+        return {f"conv.{name}": parameter for name, parameter in self.conv.parameters().items()}
 
     def kv_spec(self) -> StateSpec:
         return StateSpec(self.taps, self.hidden, dtype_name(self.dtype))
 
-    def __call__(
-        self, x: Tensor, batch: ForwardBatch, layer: int, table: Tensor, logits_rows: LogitsRows | None = None
-    ) -> Tensor:  # [T, hidden] -> same, or [n, hidden] of the n tokens of `logits_rows`
-        (ring,), rows = batch.kv[layer], batch.states
-        assert rows is not None
-        mixed = ops.short_conv(
-            self.project(x, adapters=batch.adapters),
+    def mix(
+        self,
+        projected: Sequence[Tensor],
+        kept: Sequence[Tensor],
+        query_start: Tensor,
+        seq_lens: Tensor,
+        states: StateRows,
+    ) -> Tensor:  # [T, hidden]
+        (x,), (ring,) = projected, kept
+        return ops.short_conv(
+            x,
             self.conv.weight,
             self.conv.bias,
             ring,
-            batch.query_start,
-            batch.seq_lens,
-            rows.rows,
-            rows.start,
-            rows.end,
-            rows.saves,
-        )  # [T, hidden]
-        return self._project_out(mixed, batch, logits_rows)
+            query_start,
+            seq_lens,
+            states.rows,
+            states.start,
+            states.end,
+            states.saves,
+        )
+
+    def replay(
+        self, projected: Sequence[Tensor], earlier: int, memory: Tensor | None, vectors: Mapping[str, Tensor]
+    ) -> tuple[Tensor, None]:
+        (x,) = projected
+        return replay.short_conv(self.dtype, x, earlier, vectors), None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.families.recurrent.layers import Convolution, Recurrent
-from tokserve.layers.batch import ForwardBatch, LogitsRows
+from tokserve.families.recurrent.layers import Convolution, Recurrent, RecurrentSpec
+from tokserve.families.state_space import replay
+from tokserve.layers.batch import StateRows
 from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import ALONE
@@ -18,7 +20,7 @@ from tokserve.protocol.kv_spec import StateSpec, dtype_name
 
 
 @dataclass(frozen=True, slots=True)
-class StateSpaceSpec:
+class StateSpaceSpec(RecurrentSpec):
     """`heads` of `dim` elements in `groups` that share their B and C of `size` elements.
 
     `taps`: of the convolution; `conv_bias`, `bias`: whether it and the projections have biases.  `norm_size`: outputs
@@ -67,33 +69,30 @@ class StateSpace(Recurrent):
         self.conv = Convolution(spec.channels, spec.taps, options.dtype, bias=spec.conv_bias)
         self.out = Linear(spec.inner, {"out_proj": hidden}, options, bias=spec.bias)
 
-    def linears(self) -> dict[str, Linear]:
-        """The projections by name."""
-        return {"project": self.project, "out": self.out}
-
-    def parameters(self) -> dict[str, Parameter]:
-        """Under the names of Hugging Face checkpoints."""
-        parameters = self.project.parameters() | self.out.parameters()
-        parameters |= {f"conv1d.{name}": parameter for name, parameter in self.conv.parameters().items()}
+    def vectors(self) -> dict[str, Parameter]:
+        parameters = {f"conv1d.{name}": parameter for name, parameter in self.conv.parameters().items()}
         for name, attribute in (("A_log", "a_log"), ("dt_bias", "dt_bias"), ("D", "skip")):
             parameters[name] = self._vector(attribute, self.spec.heads)
         parameters["norm.weight"] = self._vector("norm_weight", self.spec.inner)
         return parameters
 
     def kv_spec(self) -> StateSpec:
-        """What a state has of this layer."""
         spec = self.spec
         memory = (spec.heads, spec.size, spec.dim)
         return StateSpec(spec.taps, spec.channels + spec.heads, dtype_name(self.dtype), memory=memory)
 
-    def __call__(
-        self, x: Tensor, batch: ForwardBatch, layer: int, table: Tensor, logits_rows: LogitsRows | None = None
-    ) -> Tensor:  # [T, hidden] -> same, or [n, hidden] of the n tokens of `logits_rows`
-        (ring, memory), rows = batch.kv[layer], batch.states
-        assert rows is not None
-        spec = self.spec
-        mixed = ops.scan_states(
-            self.project(x, adapters=batch.adapters),
+    def mix(
+        self,
+        projected: Sequence[Tensor],
+        kept: Sequence[Tensor],
+        query_start: Tensor,
+        seq_lens: Tensor,
+        states: StateRows,
+    ) -> Tensor:  # [T, heads * dim]
+        spec, (x,), (ring, memory) = self.spec, projected, kept
+        low, high = spec.limits
+        return ops.scan_states(
+            x,
             self.conv.weight,
             self.conv.bias,
             self.a_log,
@@ -102,14 +101,31 @@ class StateSpace(Recurrent):
             self.norm_weight,
             spec.norm_size,
             spec.eps,
-            *spec.limits,
+            low,
+            high,
             memory,
             ring,
-            batch.query_start,
-            batch.seq_lens,
-            rows.rows,
-            rows.start,
-            rows.end,
-            rows.saves,
-        )  # [T, heads * dim]
-        return self._project_out(mixed, batch, logits_rows)
+            query_start,
+            seq_lens,
+            states.rows,
+            states.start,
+            states.end,
+            states.saves,
+        )
+
+    def replay(
+        self, projected: Sequence[Tensor], earlier: int, memory: Tensor | None, vectors: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        spec, (x,) = self.spec, projected
+        return replay.scan_states(
+            x,
+            earlier,
+            memory,
+            vectors,
+            groups=spec.groups,
+            size=spec.size,
+            norm_size=spec.norm_size,
+            eps=spec.eps,
+            limits=spec.limits,
+            dtype=self.dtype,
+        )
