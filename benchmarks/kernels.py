@@ -340,6 +340,32 @@ def recurrent_cases(rows: int, tokens: int) -> Iterator[Case]:
     )
 
 
+def scan_case(rows: int, tokens: int) -> Case:
+    """`rows` requests that compute `tokens` each, with the state-space layer of Granite 4 Tiny."""
+    heads, size, dim, count = 48, 128, 64, rows * tokens
+    inner, vector = heads * dim, torch.randn(heads)
+    channels, state = inner + 2 * size, torch.zeros(rows, heads, size, dim)
+    return plain(
+        "scan_states",
+        f"{rows} x {tokens} of {heads} heads [{size},{dim}]",
+        (
+            randn(count, inner + channels + heads),
+            torch.randn(4, channels),
+            torch.randn(channels),
+            *(vector, vector, vector),
+            torch.ones(inner),
+            inner,
+            *(1e-5, 0.0, float("inf")),
+            state,
+            randn(rows, 37, channels + heads),
+            *columns(((tokens, 100 + tokens, 100, 100 + tokens),) * rows, ()),
+        ),
+        traffic=2 * state.nbytes,
+        operations=5 * count * heads * size * dim,
+        torch_call=None,
+    )
+
+
 def sampling_cases(rows: int) -> Iterator[Case]:
     logits, index = torch.randn(rows, VOCAB) * 3, torch.arange(rows)
     shape, size, count = f"[{rows},{VOCAB}]", logits.nbytes, logits.numel()
@@ -415,6 +441,8 @@ def cases(quick: bool, selected: set[str]) -> Iterator[Case]:
         yield from attention_cases(rows, queries, length)
     for rows, tokens in ((1, 1), (8, 1), (1, 512)) if selected & {"gated_delta", "short_conv"} else ():
         yield from recurrent_cases(rows, tokens)
+    for rows, tokens in ((1, 1), (16, 1), (1, 512)) if "scan_states" in selected else ():
+        yield scan_case(rows, tokens)
     for rows, length in ((8, 256),) if quick else ((8, 256), (1, 2048)):
         yield from gradient_cases(rows, length)
     for rows in (1,) if quick else (1, 16):

@@ -169,3 +169,16 @@ def test_blocks_need_not_be_alike() -> None:
     chunks = [ids[:1], ids[1:18], ids[18:50], *([token] for token in ids[50:])]
     assert torch.equal(torch.cat([cut.step({0: chunk})[0] for chunk in chunks]), alone)
     assert decoder.row_bytes() > 4 * 320
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_but_those_of_experts_can_be_changed_by_elements(family: str) -> None:
+    """Updates by deltas need it: where one tensor lacks its places, all weights are pushed."""
+    hf = tiny_config(family, dtype="float32")
+    decoder = load_decoder(Path("/nowhere"), hf, dtype="float32", head_dtype="auto", load_format="dummy", seed=0)
+    parameters = decoder.parameters_by_name()
+    lost = {name.removesuffix(".weight") for name, one in parameters.items() if not one.places()}
+    assert all("expert" in name or name.endswith(("_correction_bias", ".kv_b_proj", ".sinks")) for name in lost)
+    for name, tensor in dummy.tensors(parameters, 0):
+        if len(tensor.shape) == 1 and parameters[name].places():
+            assert torch.equal(parameters[name].places()[0].read(0, len(tensor)).float(), tensor)

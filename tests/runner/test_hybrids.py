@@ -195,9 +195,10 @@ def test_recorded_steps_move_states_on(family: str, tmp_path: Path, monkeypatch:
             assert replayed > 55 and copies < most_copies
 
 
-def test_a_policy_refuses_models_with_states(tmp_path: Path) -> None:
-    directory = write_checkpoint(tmp_path, tiny_config("lfm2"))
-    with pytest.raises(StartError, match=r"recurrent states .* cannot be trained"):
+@pytest.mark.parametrize(("family", "layer"), [("lfm2", "ShortConv"), ("bamba", "StateSpace")])
+def test_a_policy_refuses_models_with_states(family: str, layer: str, tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, tiny_config(family))
+    with pytest.raises(StartError, match=rf"recurrent states \(layer 0: {layer}Spec\) cannot be trained"):
         PolicyModel.from_pretrained(directory)
 
 

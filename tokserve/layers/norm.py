@@ -88,8 +88,12 @@ class LayerNorm(RMSNorm):
         """`weight` and, if there is one, `bias`."""
         parameters = super().parameters()
         if self.bias is not None:
-            parameters["bias"] = Parameter((self.size,), self.load_bias, self.dtype)
+            parameters["bias"] = Parameter((self.size,), self.load_bias, self.dtype, places=self._bias_places)
         return parameters
+
+    def _bias_places(self) -> list[VectorPlace]:
+        assert self.bias is not None
+        return [VectorPlace(self.bias)]
 
     def load_bias(self, tensor: Tensor) -> None:
         self.bias = owned_copy(tensor, (self.size,), self.dtype)

@@ -13,6 +13,7 @@ from typing import Any
 from tokserve.base.errors import StartError
 from tokserve.families.mixtures.experts import MixtureSpec, RouterSpec
 from tokserve.families.recurrent.layers import GatedDeltaSpec, ShortConvSpec
+from tokserve.families.state_space.layers import StateSpaceSpec
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
@@ -101,7 +102,7 @@ def trainable_spec(hf: Mapping[str, Any], device: str = "cpu") -> DecoderSpec:
 def check_spec(spec: DecoderSpec, device: str = "cpu") -> None:
     """Raise StartError, naming the attribute, if part of the decoder has no gradient on this kind of device."""
     for number, block in enumerate(spec.blocks):
-        if isinstance(block.attention, GatedDeltaSpec | ShortConvSpec):
+        if isinstance(block.attention, GatedDeltaSpec | ShortConvSpec | StateSpaceSpec):
             raise StartError(
                 f"a model with recurrent states (layer {number}: {type(block.attention).__name__}) cannot be trained "
                 "here: its backward pass is not built"

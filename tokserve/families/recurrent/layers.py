@@ -85,7 +85,12 @@ class Convolution:
         weight = Parameter(shape, self.load, torch.float32, places=lambda: [TransposedPlace(self.weight)])
         if self.bias is None:
             return {"weight": weight}
-        return {"weight": weight, "bias": Parameter((self.channels,), self.load_bias, torch.float32)}
+        bias = Parameter((self.channels,), self.load_bias, torch.float32, places=self._bias_places)
+        return {"weight": weight, "bias": bias}
+
+    def _bias_places(self) -> list[VectorPlace]:
+        assert self.bias is not None
+        return [VectorPlace(self.bias)]
 
     def load(self, tensor: Tensor) -> None:
         """Take the weight."""
