@@ -33,7 +33,7 @@ SAYS_NOTHING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"$dynamicAnchor": "node", **STRING}, STRING),
     *(({**STRING, "format": f}, STRING) for f in ("path", "password", "binary", "byte", "uri-reference", "regex", "")),
     ({"type": "integer", "format": "int32"}, INTEGER),
-    ({**STRING, "format": "date-time"}, {**STRING, "format": "date-time"}),
+    ({**STRING, "format": "uuid"}, {**STRING, "format": "uuid"}),
     ({**STRING, "title": "T", "description": "d", "examples": ["a"], "default": "a", "$comment": "c"}, STRING),
     ({**OBJECT, "unevaluatedProperties": False}, {**OBJECT, "additionalProperties": False}),
     ({"anyOf": [{**STRING, "title": "A"}, {**NULL, "title": "B"}]}, {"anyOf": [STRING, NULL]}),

@@ -1,19 +1,23 @@
 """A JSON schema as a grammar needs it: without annotations and keywords that say nothing.
 
 What is left and cannot be enforced is refused with its place, as a `SchemaError`; the engine's library has the last
-word on the rest.  Loops instead of recursion: a schema may be nested deeply.
+word on the rest.  Where it would allow other values than the schema says (numbers beyond its integers, bounds that are
+excluded, days that do not exist), the schema is written in another way.  Loops instead of recursion: a schema may be
+nested deeply.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
 from tokserve.protocol.jsonschema import Schema, inner_schemas, walk
+from tokserve.protocol.regex import DATES_AND_TIMES
 from tokserve.protocol.schema_logic import by_pointer, exclude_one_another, has_no_finite_value
 
 ANNOTATIONS = (
@@ -93,6 +97,12 @@ SHAPES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {  # what the
     ),
 }
 COMBINED = ("allOf", "anyOf", "oneOf", "$ref", "if")
+LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+EXACT = 1 << 53  # the library's numbers are float64: it tells integers apart up to here, ...
+INT64 = 1 << 63  # ... and rounds larger ones, and cuts them to this range
+LARGEST = INT64 - 1024  # the largest float64 below
+PRECISION = 1e-14  # of the bounds of floats: the library writes them with 15 digits
+ABOVE_ZERO = 1e-20  # for the smallest number above 0: of more digits, the library's expressions would be long
 MOST_BYTES = 1 << 20  # of a schema as it comes
 LOOK_AROUND = re.compile(r"(?<!\\)(?:\\\\)*\(\?<?[=!]")
 
@@ -145,6 +155,7 @@ def _reduced(root: Schema) -> Schema:
             _any_of(pointer, schema, branches, schemas)
     if has_no_finite_value(by_pointer(root)):
         raise SchemaError("cannot be used: no finite value matches it, because what it demands contains itself")
+    _suit_library(root)
     return root
 
 
@@ -236,3 +247,83 @@ def _any_of(pointer: str, schema: Schema, branches: list[Any], schemas: dict[str
         schema["allOf"] = [*schema.get("allOf", ()), {"anyOf": branches}]
     else:
         schema["anyOf"] = branches
+
+
+def _suit_library(root: Schema) -> None:
+    """Write what the engine's library takes in another way than JSON Schema does so that it takes it in the same way,
+    or more narrowly.  Raises SchemaError for values that it cannot write."""
+    schemas = dict(walk(root))
+    for pointer, schema in schemas.items():
+        for name in ("const", "enum"):
+            if name in schema:
+                _check_integers(schema[name], f"{pointer}/{name}")
+        for names, sign in ((LOWER, 1), (UPPER, -1)):
+            _round_bounds(schema, names, sign)
+        _spell_format(schema)
+    # the library merges schemas that describe one value, so that the bounds of any two may meet
+    ends = {sign: _bounds(schemas.values(), names, sign) for names, sign in ((LOWER, 1), (UPPER, -1))}
+    for schema in schemas.values():
+        for names, sign in ((LOWER, 1), (UPPER, -1)):
+            _open_bound(schema, names, sign, {-end for end in ends[-sign]})
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_integers(value: Any, pointer: str) -> None:
+    """Raise for a constant with an integer that the library would write as another one."""
+    pending = [value]
+    while pending:
+        inner = pending.pop()
+        if isinstance(inner, list | dict):
+            pending += inner.values() if isinstance(inner, dict) else inner
+        elif isinstance(inner, int) and abs(inner) > EXACT and inner != INT64 - 1:
+            if abs(inner) >= INT64 or int(float(inner)) != inner:
+                raise SchemaError(f"{inner} is beyond the integers that a grammar can tell apart", pointer)
+        elif inner == -INT64:  # the library does not come to an end
+            raise SchemaError(f"{inner:.0f} is beyond the integers that a grammar can tell apart", pointer)
+
+
+def _round_bounds(schema: Schema, names: tuple[str, str], sign: int) -> None:
+    """Write bounds beyond the library's integers so that it takes them for no wider ones.  `sign`: 1 for lower bounds;
+    upper ones are lower bounds of the negated value."""
+    for name in names:
+        value = schema.get(name)
+        if not _is_number(value) or abs(value) <= EXACT:
+            continue
+        if sign * value < -LARGEST:
+            is_known = sign < 0 and schema.get("type") == "integer"  # the library cuts it to the largest of 64 bits
+            schema[name] = value if is_known else -sign * LARGEST
+        elif isinstance(value, int) and abs(value) < INT64:
+            rounded = int(float(value))
+            schema[name] = rounded if sign * rounded >= sign * value else int(math.nextafter(rounded, sign * math.inf))
+
+
+def _spell_format(schema: Schema) -> None:
+    pattern = DATES_AND_TIMES.get(schema.get("format", ""))
+    if pattern is not None:
+        del schema["format"]
+        if schema.setdefault("pattern", pattern) != pattern:
+            schema["allOf"] = [*schema.get("allOf", ()), {"pattern": pattern}]
+
+
+def _bounds(schemas: Iterable[Schema], names: tuple[str, str], sign: int) -> set[float]:
+    """All bounds of a kind, times `sign`."""
+    return {sign * schema[name] for schema in schemas for name in names if _is_number(schema.get(name))}
+
+
+def _open_bound(schema: Schema, names: tuple[str, str], sign: int, ends: Iterable[float]) -> None:
+    """Write a bound that is excluded as the number beside it, if it is an integer and another bound, farther from 0,
+    comes before the next one: there the library includes it (more than 0 and at most 0.5 may be 0).  As in
+    `_round_bounds`; `ends`: the bounds of the other kind, times `sign`."""
+    plain, excluded = names
+    value = schema.get(excluded)
+    if not _is_number(value) or value % 1 or sign * value < 0:
+        return
+    if not any(sign * value < end < sign * value + 1 for end in ends):
+        return
+    beside = sign * ABOVE_ZERO if value == 0 else value * (1 + PRECISION)
+    del schema[excluded]
+    if not _is_number(schema.get(plain)) or sign * schema[plain] < sign * beside:
+        schema[plain] = beside

@@ -1,4 +1,4 @@
-"""Character classes of regular expressions: what `\\d`, `\\w` and `\\s` stand for.
+"""Regular expressions: what `\\d`, `\\w` and `\\s` stand for, and the texts of dates and times.
 
 llguidance interprets them as Unicode classes in regular expressions, and the first two as ASCII in JSON schemas.  They
 are replaced by their members, so that they mean the same everywhere.
@@ -11,6 +11,19 @@ import re
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _ASCII = {"d": "0-9", "w": "0-9A-Za-z_", "s": r"\t\n\x0B\f\r\x20"}
 _UNICODE = {"d": r"\p{Nd}", "w": r"\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}", "s": r"\p{White_Space}"}
+
+_YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DAY = (
+    "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+    "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+)
+_DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
+_HOURS = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_HOURS}:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[+-]{_HOURS})"
+# Formats of JSON Schema that llguidance takes too widely: it knows no leap years, and has a second 60 in any minute.
+# Leap seconds are left out, because most programs cannot read them.
+DATES_AND_TIMES = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[Tt]{_TIME}$", "time": f"^{_TIME}$"}
 
 
 def explicit_classes(pattern: str, *, unicode: bool) -> str:
