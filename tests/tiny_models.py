@@ -123,7 +123,7 @@ def write_checkpoint(directory: Path, hf: Mapping[str, Any], *, seed: int = 0, s
     named = {name: tensor.to(dtype) for name, tensor in tensors(parameters, seed)}
     if spec.vision is not None:
         named = _as_released(named, spec)
-    if isinstance(spec, EncoderSpec):
+    if isinstance(spec, EncoderSpec) or any(old.startswith("backbone.") for old, _ in spec.renames):
         named = {_stored_name(name, spec): tensor for name, tensor in named.items()}
     if shards == 1:
         save_file(named, directory / SINGLE, metadata={"format": "pt"})
@@ -140,8 +140,8 @@ def write_checkpoint(directory: Path, hf: Mapping[str, Any], *, seed: int = 0, s
     return directory
 
 
-def _stored_name(name: str, spec: EncoderSpec) -> str:
-    """What an encoder's checkpoints call a tensor of this name."""
+def _stored_name(name: str, spec: DecoderSpec) -> str:
+    """What checkpoints call a tensor of this name, in families that rename whole prefixes."""
     pairs = [(old, new) for old, new in spec.renames if new and not old.startswith(".")]
     return next((old + name.removeprefix(new) for old, new in pairs if name.startswith(new)), name)
 

@@ -56,6 +56,10 @@ OPTIONAL: dict[str, tuple[Any, ...]] = {  # where the family's config has them
     "linear_conv_kernel_dim": (2, 4),
     "mamba_d_state": (8, 20),
     "mamba_d_conv": (2, 4),
+    "mamba_head_dim": (8, 12),
+    "ssm_state_size": (8, 20),
+    "state_size": (8, 20),
+    "layer_norm_epsilon": (1e-5, 1e-3),
     "scale_depth": (None, 1.4),
     "dim_model_base": (None, 16),
     "position_embedding_type": ("rope", "nope", None),
@@ -99,14 +103,25 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
     elif family == "bamba":
         hf |= {"mamba_d_head": "auto", "mamba_n_groups": (groups := rng.choice((1, 2)))}
         hf["mamba_n_heads"] = groups * rng.choice((1, 2))
+    elif family == "nemotron_h":
+        hf["mamba_num_heads"] = (groups := rng.choice((1, 2))) * rng.choice((1, 2, 3))
+        hf |= {"n_groups": groups, "conv_kernel": rng.choice((2, 4)), "use_bias": rng.random() < 0.5}
+        hf |= {"use_conv_bias": rng.random() < 0.5, "mlp_hidden_act": rng.choice(ACTIVATIONS)}
     elif "linear_num_key_heads" in hf:
         hf["linear_num_value_heads"] = hf["linear_num_key_heads"] * rng.choice((1, 2, 3))
     _heads(rng, hf, family)
+    if family == "mamba2":
+        hf |= {
+            "num_heads": 2 * (groups := rng.choice((1, 2, 4))),
+            "n_groups": groups,
+            "conv_kernel": rng.choice((2, 4)),
+        }
+        hf |= {"hidden_size": groups * (half := rng.choice((6, 8, 12))), "head_dim": half}
     _layers(rng, hf, family)
     if any(name in hf for name in COUNTS):
         _experts(rng, hf)
     else:
-        only_silu = "linear_num_key_heads" in hf or family == "bamba"
+        only_silu = "linear_num_key_heads" in hf or family in ("bamba", "mamba2", "nemotron_h")
         for name in () if only_silu else ("hidden_act", "hidden_activation"):
             if name in hf and rng.random() < 0.5:
                 hf[name] = rng.choice(ACTIVATIONS)
@@ -132,6 +147,10 @@ def _heads(rng: random.Random, hf: dict[str, Any], family: str) -> None:
 
 def _layers(rng: random.Random, hf: dict[str, Any], family: str) -> None:
     layers = hf["num_hidden_layers"]
+    if family == "nemotron_h":
+        kinds = [rng.choice(("M", "M-", "*", "*-")) for _ in range(layers)]
+        del hf["layers_block_type"], hf["num_hidden_layers"]
+        hf["hybrid_override_pattern"] = "".join(kinds)
     if "layer_types" in hf:
         kinds = sorted(set(hf["layer_types"]))
         if kinds == ["full_attention", "sliding_attention"] and rng.random() < 0.3:
@@ -162,6 +181,9 @@ def _experts(rng: random.Random, hf: dict[str, Any]) -> None:
 def _ropes(rng: random.Random, hf: dict[str, Any], family: str) -> None:
     """Another rope, perhaps as transformers 4 spelled it."""
     parameters = hf["rope_parameters"]
+    if family == "mamba2":
+        del hf["rope_parameters"]  # transformers reads some of its attributes though it has no rope
+        return
     if any(isinstance(value, dict) for value in parameters.values()):
         hf["rope_parameters"] = {kind: _rope(rng, hf) for kind in parameters}
         return

@@ -258,6 +258,30 @@ CASES |= {
         "granitemoehybrid",
         SCANS | {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48, "mamba_n_groups": 1},
     ),
+    "nemotron-h": ("nemotron_h", {}),
+    "nemotron-h-biases": (
+        "nemotron_h",
+        {
+            "layers_block_type": None,
+            "hybrid_override_pattern": "M*-MM-*",
+            "mlp_bias": True,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "n_groups": 1,
+            "mlp_hidden_act": "silu",
+        },
+    ),
+    "mamba2": ("mamba2", {}),
+    "mamba2-biases": (
+        "mamba2",
+        {
+            "n_groups": 1,
+            "use_bias": True,
+            "conv_kernel": 3,
+            "time_step_limit": [0.01, 0.2],
+            "tie_word_embeddings": True,
+        },
+    ),
     "ernie-moe": ("ernie4_5_moe", {}),
     "ernie-moe-interval": (
         "ernie4_5_moe",
@@ -353,7 +377,8 @@ OF_STATES = 2e-4
 
 def allowed(hf: dict[str, Any]) -> float:
     """The largest difference of a float32 logit."""
-    return OF_STATES if "linear_num_key_heads" in hf or "mamba_n_heads" in hf else LARGEST
+    names = ("linear_num_key_heads", "mamba_n_heads", "mamba_num_heads", "state_size")
+    return OF_STATES if any(name in hf for name in names) else LARGEST
 
 
 def oracle(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -91,6 +91,10 @@ def test_absent_attributes_are_read_as_those_that_transformers_writes(family: st
     hf = {"architectures": tiny_config(family)["architectures"], "model_type": family, "num_attention_heads": 32}
     if family == "granitemoehybrid":  # by default it has experts and recurrent layers
         hf |= {"num_local_experts": 0, "layer_types": ["full_attention"] * 12}
+    if family == "nemotron_h":  # likewise
+        hf["hybrid_override_pattern"] = "M-M*-MM"
+    if family == "mamba2":  # by default it is 4096 wide
+        hf["num_heads"] = 16
     if family in ("deepseek_v2", "dots1"):
         hf |= {"num_experts_per_tok": 2, "n_routed_experts": 8, "n_shared_experts": 1}
     hf |= sizes

@@ -23,7 +23,8 @@ from tokserve.models.load import load_decoder as load_model
 from tokserve.models.provenance import HEAD
 from tokserve.rl.weight_pairs import named_tensors
 
-NEW = sorted(FAMILIES.keys() - {"llama", "mistral", "qwen2", "qwen3", "gemma3_text"})
+# Those with a KV cache: without one, no request is preempted.
+NEW = sorted(FAMILIES.keys() - {"llama", "mistral", "qwen2", "qwen3", "gemma3_text", "mamba2"})
 FAST = ("gemma2", "cohere2")
 EVERY = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in NEW]
 
@@ -35,6 +36,8 @@ def run_all(directory: Path, family: str, **options: Any) -> tuple[dict[str, Any
     for name in ("layer_types", "no_rope_layers", "mlp_layer_types"):
         if name in overrides:
             overrides[name] = overrides[name][:2]
+    if family == "nemotron_h":
+        overrides["layers_block_type"] = ["linear_attention", "full_attention"]
     engine = RealEngine(directory, hf_overrides=overrides, **options)
     results = engine.run_all()
     return results, engine.stats.preemptions
@@ -45,7 +48,9 @@ def run_all(directory: Path, family: str, **options: Any) -> tuple[dict[str, Any
 def test_cache_batch_depth_and_preemption_change_no_bit(family: str, tmp_path: Path) -> None:
     known, _ = run_all(tmp_path / "one", family, depth=1, max_num_seqs=1, enable_prefix_caching=False)
     kinds = tiny_config(family).get("layer_types", [""] * 2)[:2]
-    attending = 1 if family == "bamba" else sum(kind not in ("linear_attention", "conv") for kind in kinds)
+    attending = (
+        1 if family in ("bamba", "nemotron_h") else sum(kind not in ("linear_attention", "conv") for kind in kinds)
+    )
     latent = "kv_lora_rank" in tiny_config(family)
     row = 32 + 8 if latent else 2 * 2 * 16  # a latent and a rotated key, or keys and values of two heads
     block = 16 * attending * row * 2  # tokens, layers, elements, bytes

@@ -26,7 +26,13 @@ from tokserve.runner import device, kvcache
 from tokserve.runner.tables.states import StateTable
 from tokserve.train import PolicyModel
 
-FAMILIES = ["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "qwen3_5_text", "bamba"))]
+FAMILIES = [
+    "lfm2",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("qwen3_next", "qwen3_5_text", "bamba", "nemotron_h", "mamba2")
+    ),
+]
 PROMPT = [(7 * i * i + 3 * i) % 320 for i in range(90)]
 
 
@@ -49,6 +55,8 @@ def engine_of(directory: Path, family: str, drafter: Guesses | None = None, **op
     overrides = tiny_config(family) | {"num_hidden_layers": 2}
     if "layer_types" in overrides:
         overrides["layer_types"] = overrides["layer_types"][:2]
+    if "layers_block_type" in overrides:
+        overrides |= {"layers_block_type": ["linear_attention", "full_attention", "mlp"], "num_hidden_layers": 3}
     return RealEngine(directory, drafter, hf_overrides=overrides, **options)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from tokserve.layers.linear import Linear
 from tokserve.layers.norm import NoNorm, NormSpec, make_norm
 from tokserve.layers.options import LayerOptions
-from tokserve.layers.parameter import Parameter, under
+from tokserve.layers.parameter import Parameter, StackedParameter, under
 from tokserve.layers.protocols import FeedForwardSpec, MixerSpec
 
 
@@ -28,7 +31,46 @@ AROUND = BlockNorms(  # Gemma's
     after_mlp="post_feedforward_layernorm",
 )
 AFTER = BlockNorms("", "post_attention_layernorm", "", "post_feedforward_layernorm")  # OLMo's
-SINGLE = BlockNorms(before_mlp="")  # of parallel blocks
+SINGLE = BlockNorms(before_mlp="")  # of parallel blocks, and of those without an MLP
+
+
+@dataclass(frozen=True, slots=True)
+class NoMLPSpec:
+    """Stands where a layer has no feed-forward block; its norms are `SINGLE`."""
+
+    @property
+    def has_experts(self) -> bool:
+        return False
+
+    @property
+    def routing(self) -> None:
+        return None
+
+    def layer(self, hidden: int, options: LayerOptions) -> NoMLP:
+        """The layer, which has no weights."""
+        return NoMLP()
+
+    def as_stored(self, hidden: int, shapes: Mapping[str, tuple[int, ...]]) -> NoMLPSpec:
+        """Itself: a checkpoint stores nothing of it."""
+        return self
+
+
+class NoMLP:
+    """Returns what it is given, without weights."""
+
+    def linears(self) -> dict[str, Linear]:
+        return {}
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {}
+
+    def stacked_parameters(self) -> dict[str, StackedParameter]:
+        return {}
+
+    def __call__(
+        self, x: Tensor, adapters: Tensor | None = None, routed: list[Tensor] | None = None
+    ) -> Tensor:  # [T, hidden], the same
+        return x
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +78,9 @@ class BlockSpec:
     """One layer.  `norm` is at the places that `norms` says.
 
     `parallel`: the MLP is given what attention is given, and both are added to the residual stream.
-    `attention` may be a layer with a recurrent state in its place.  `residual_multiplier`: of what is added to the
-    stream.  `mlp_name`, `attention_name`: of their modules in a checkpoint.
+    `attention` may be a layer with a recurrent state in its place.  With a `NoMLPSpec` the layer adds what comes of
+    attention alone.  `residual_multiplier`: of what is added to the stream.  `mlp_name`, `attention_name`: of their
+    modules in a checkpoint.
     """
 
     attention: MixerSpec
@@ -63,6 +106,7 @@ class DecoderBlock:
         self.attention_post_norm, self.mlp_post_norm = norm(spec.norms.after_attention), norm(spec.norms.after_mlp)
         self.attention = spec.attention.layer(hidden, options)
         self.mlp = spec.mlp.layer(hidden, options)
+        self.has_mlp = not isinstance(self.mlp, NoMLP)
 
     def linears(self) -> dict[str, Linear]:
         """The projections, each after the Hugging Face name of the module that it is in."""

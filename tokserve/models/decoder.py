@@ -292,6 +292,8 @@ class Decoder:
             mixed = block.attention_post_norm(mixed)
             if block.parallel:
                 residual = ops.add_residual(mixed, residual, block.residual_multiplier)
+            elif not block.has_mlp:
+                x = mixed
             else:
                 x, residual = block.mlp_norm.add(mixed, residual, block.residual_multiplier)
             x = block.mlp(x, batch.adapters if logits_rows is None else logits_rows.adapters, batch.routed)

@@ -54,11 +54,13 @@ ARCHITECTURES = {
     "Lfm2MoeForCausalLM": "tokserve.families.recurrent.hybrid:lfm2_moe",
     "InternLM3ForCausalLM": "tokserve.models.dense.llama:internlm3",
     "LlamaForCausalLM": "tokserve.models.dense.llama:llama",
+    "Mamba2ForCausalLM": "tokserve.families.state_space.single:mamba2",
     "MiniCPM3ForCausalLM": "tokserve.families.latent.deepseek:minicpm3",
     "MiniMaxM2ForCausalLM": "tokserve.families.mixtures.small_moe:minimax_m2",
     "MinistralForCausalLM": "tokserve.models.dense.llama:ministral",
     "MistralForCausalLM": "tokserve.models.dense.llama:mistral",
     "MixtralForCausalLM": "tokserve.families.mixtures.moe:mixtral",
+    "NemotronHForCausalLM": "tokserve.families.state_space.single:nemotron_h",
     "Olmo2ForCausalLM": "tokserve.models.dense.olmo:olmo2",
     "Olmo3ForCausalLM": "tokserve.models.dense.olmo:olmo3",
     "OlmoeForCausalLM": "tokserve.families.mixtures.small_moe:olmoe",
@@ -96,10 +98,8 @@ RECURRENT = {
     "JambaForCausalLM",
     "KimiLinearForCausalLM",
     "Lfm3ForCausalLM",
-    "Mamba2ForCausalLM",
     "MambaForCausalLM",
     "MiniMaxForCausalLM",
-    "NemotronHForCausalLM",
     "OlmoHybridForCausalLM",
     "RecurrentGemmaForCausalLM",
     "RwkvForCausalLM",
@@ -113,7 +113,9 @@ def refuse_recurrent(hf: Mapping[str, Any]) -> None:
     """Raise StartError for an architecture that no implementation can serve."""
     for name in ConfigReader(hf).texts("architectures"):
         if name in RECURRENT:
-            built_in = ", ".join(one for one, place in ARCHITECTURES.items() if ".hybrid:" in place)
+            built_in = ", ".join(
+                one for one, place in ARCHITECTURES.items() if ".hybrid:" in place or ".single:" in place
+            )
             raise StartError(
                 f"architecture {name} is not supported: its recurrent layers are of a kind that is not built in, and "
                 f"transformers' modules are served for attention only; those built in are: {built_in}"

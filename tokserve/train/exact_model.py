@@ -102,9 +102,8 @@ def exact(
     base, head = causal.get_submodule("model"), causal.get_submodule("lm_head")
     if type(head) is not nn.Linear and not isinstance(head, _ExactHead):
         raise TypeError(f"lm_head is a {type(head).__qualname__}: only a plain one is supported")
-    tied = head.weight is projections.collect(base, [EMBEDDING], PREFIX, head.weight.device).masters[EMBEDDING]
     try:
-        served = ServedDecoder(_spec(causal, options.kind, tied=tied), options)
+        served = ServedDecoder(_spec(causal, options.kind), options)
     except StartError as error:
         raise ValueError(str(error)) from error
     served.collect(base)
@@ -151,9 +150,13 @@ def _dtype_of(causal: Any) -> str:
     return DTYPES[weight.dtype]
 
 
-def _spec(causal: Any, device: str, *, tied: bool) -> DecoderSpec:
-    config = causal.config.to_dict()
-    spec = trainable_spec(config | {"architectures": [type(causal).__name__], "tie_word_embeddings": tied}, device)
+def _spec(causal: Any, device: str) -> DecoderSpec:
+    config = causal.config.to_dict() | {"architectures": [type(causal).__name__]}
+    spec = trainable_spec(config, device)
+    base, head = causal.get_submodule("model"), causal.get_submodule("lm_head").weight
+    tied = head is projections.collect(base, [EMBEDDING], PREFIX, head.device).masters[EMBEDDING]
+    if tied != spec.tied:
+        spec = trainable_spec(config | {"tie_word_embeddings": tied}, device)
     if spec.logits_multiplier != 1.0 or spec.logits_softcap:
         raise ValueError(
             f"{type(causal).__name__} scales or caps logits after its head, where an exact model cannot: "

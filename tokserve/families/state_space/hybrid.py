@@ -63,31 +63,47 @@ def _with_states(fields: ConfigReader, spec: DecoderSpec, attends: list[bool]) -
 
 
 def _state_space(fields: ConfigReader, hidden: int) -> StateSpaceSpec:
-    heads, groups = fields.integer("mamba_n_heads", 128), fields.integer("mamba_n_groups", 1)
-    inner = fields.integer("mamba_expand", 2) * hidden
+    heads, inner = fields.integer("mamba_n_heads", 128), fields.integer("mamba_expand", 2) * hidden
     automatic = fields.values.get("mamba_d_head", "auto") == "auto"
     dim = max(1, inner // heads) if automatic else fields.integer("mamba_d_head")
     if heads * dim != inner:
         raise fields.refuse("mamba_n_heads", f"{heads} heads of {dim} are not {inner} elements")
-    if heads % groups:
-        raise fields.refuse("mamba_n_heads", f"{heads} is not a multiple of mamba_n_groups {groups}")
-    if (activation := fields.text("hidden_act", "silu")) not in ("silu", "swish"):
-        raise fields.refuse("hidden_act", f"{activation!r} is not supported by state-space layers")
-    return StateSpaceSpec(
-        heads,
+    return state_space(
+        fields,
+        ("mamba_n_heads", heads),
         dim,
-        groups,
+        ("mamba_n_groups", fields.integer("mamba_n_groups", 1)),
         fields.integer("mamba_d_state", 256),
         taps=fields.integer("mamba_d_conv", 4),
         eps=fields.number("rms_norm_eps", 1e-6),
-        norm_size=inner // groups,
         conv_bias=fields.flag("mamba_conv_bias", True),
         bias=fields.flag("mamba_proj_bias"),
-        limits=_limits(fields),
+        limits=step_limits(fields),
     )
 
 
-def _limits(fields: ConfigReader) -> tuple[float, float]:
+def state_space(
+    fields: ConfigReader,
+    heads: tuple[str, int],
+    dim: int,
+    groups: tuple[str, int],
+    size: int,
+    *,
+    activation: str = "hidden_act",
+    **more: Any,
+) -> StateSpaceSpec:
+    """The layer whose outputs are normalized by groups.  `heads`, `groups`: with the attributes that say how
+    many; `activation`: the attribute that names that of the convolution and the gate; `more`: fields of the spec.
+    Raises StartError."""
+    (name, count), (of_groups, parts) = heads, groups
+    if count % parts:
+        raise fields.refuse(name, f"{count} is not a multiple of {of_groups} {parts}")
+    if (value := fields.text(activation, "silu")) not in ("silu", "swish"):
+        raise fields.refuse(activation, f"{value!r} is not supported by state-space layers")
+    return StateSpaceSpec(count, dim, parts, size, norm_size=count * dim // parts, **more)
+
+
+def step_limits(fields: ConfigReader) -> tuple[float, float]:
     """`time_step_limit`, in which transformers writes infinity as an object."""
     stored = fields.values.get("time_step_limit")
     if stored is None:
