@@ -230,6 +230,44 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Prompts:
+    """Attention layers of a step of `rows` prompts with `queries` tokens each, the last of `keys`."""
+
+    rows: int
+    queries: int
+    keys: int
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    window: int = 0
+
+    def __str__(self) -> str:
+        window = f", window {self.window}" if self.window else ""
+        heads = f"heads {self.heads}/{self.kv_heads} of {self.dim}{window}"
+        return f"prompts, {self.rows} x {self.queries} of {self.keys}, {heads}"
+
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> Callable[[], list[Tensor]]:
+        """Prepare keys of LAYERS layers; the returned function attends to each."""
+        width, page = -(-self.keys // 64), 64
+        shape = (LAYERS, 2, self.rows * width, self.kv_heads, page, self.dim)
+        caches = torch.randn(shape, device=device, dtype=dtype)
+        tables = torch.randperm(self.rows * width, device=device).int().view(self.rows, width)
+        starts = torch.arange(self.rows + 1, device=device).int() * self.queries
+        batch = (tables, starts, torch.full((self.rows,), self.keys, device=device).int())
+        q = torch.randn(self.rows * self.queries, self.heads, self.dim, device=device, dtype=dtype)
+
+        def run() -> list[Tensor]:
+            work = call("attention_work")(q, caches[0, 0], *batch, self.window)
+            scale = self.dim**-0.5
+            return [
+                call("paged_attention")(q, *layer, *batch, scale, self.window, 1.0, 0.0, None, None, work)
+                for layer in caches
+            ]
+
+        return run
+
+
+@dataclass(frozen=True)
 class Chat:
     """Sampling of `rows` requests with a small top-k and a top-p, as `runner/sampler.py` does it."""
 
@@ -308,7 +346,7 @@ def random_weight(outputs: int, inputs: int, device: torch.device, dtype: torch.
     return ops.PackedWeight(outputs, inputs, dtype, weight)
 
 
-Case = Step | Chat | Products
+Case = Step | Prompts | Chat | Products
 STEPS_OF_8B = tuple(Step(rows, keys) for rows, keys in ((1, 1024), (1, 8192), (16, 1024), (64, 1024), (256, 1024)))
 OTHER_STEPS = (
     Step(1, 1024, 16, 8),  # of 0.6B
@@ -321,6 +359,15 @@ CASES: dict[str, Sequence[Case]] = {  # by candidate
     "decode_early": STEPS_OF_8B + OTHER_STEPS,
     "sample_few": (Chat(1), Chat(64), Chat(256)),
     "linear_tma": (*map(Products, (80, 128, 256, 512, 2048)), Products(256, 1024, 3072, 2048)),
+    "prompt_groups": (
+        Prompts(8, 1024, 1024),
+        Prompts(1, 8192, 8192),
+        Prompts(1, 2048, 8192),
+        Prompts(8, 300, 300),
+        Prompts(1, 8192, 8192, 16, 8),  # of 0.6B
+        Prompts(1, 4096, 4096, 28, 4),
+        Prompts(1, 8192, 8192, 64, 8, 64, 128),
+    ),
     "dependents_early": (
         Step(1, 1024),
         Step(1, 1024, 16, 8),

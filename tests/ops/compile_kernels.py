@@ -309,7 +309,8 @@ def gradient_calls(call: dict[str, Any], *, wide_heads: bool) -> None:
 
 def candidate_calls() -> None:
     """What candidates change, with all of them in use: attention of a step of an 8B model, of one with a float8 cache,
-    with heads of 256 and with 8 heads to a KV head; products of 256 rows with two chains, one, and a gate; of 600."""
+    with heads of 256 and with 8 heads to a KV head; of prompts; products of 256 rows with two chains, one, and a gate;
+    of 600."""
     candidates.use(candidates.BY_NAME)
     call = {name: op.implementations["triton"].call for name, op in OPS.items() if "triton" in op.implementations}
     rows = 16
@@ -323,6 +324,15 @@ def candidate_calls() -> None:
         q, caches = torch.empty(rows, heads, dim, dtype=BF16), torch.empty(2, 32, kv_heads, 64, dim, dtype=dtype)
         work = call["attention_work"](q, caches[0], *batch, 0)
         call["paged_attention"](q, *caches.unbind(), *batch, 0.1, 0, 1.0, 0.0, None, None, work)
+    for heads, kv_heads, dim, window, sinks in (
+        (32, 8, 128, 0, None),
+        (28, 4, 128, 1000, None),
+        (64, 8, 64, 128, torch.empty(64)),
+    ):
+        q, caches = torch.empty(512, heads, dim, dtype=BF16), torch.empty(2, 32, kv_heads, 64, dim, dtype=BF16).unbind()
+        for names in [(), candidates.BY_NAME] if heads != 28 else [candidates.BY_NAME]:  # without any, to compare
+            candidates.use(names)
+            call["paged_attention"](q, *caches, *batch, 0.1, window, 1.0, 0.0, sinks)
     x = torch.empty(256, 4096, dtype=BF16)
     for outputs in (4096, 24576):
         packed = ops.PackedWeight(outputs, 4096, BF16, torch.empty(outputs, 4096, dtype=BF16))
@@ -424,8 +434,11 @@ def loop(ttgir: str) -> list[str]:
     None if the inputs take one step, which is no loop.
     """
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    ttgir = ttgir.partition(" partition0(")[0]  # the first of groups of warps with roles
     lines = [line.partition(" loc(")[0] for line in ttgir.splitlines()]
     products = [i for i, line in enumerate(lines) if "ttng.warp_group_dot " in line]
+    if not products:
+        return []
     first = max((i for i, line in enumerate(lines[: products[0]]) if "scf.for" in line), default=-1)
     if first < 0:
         return []
@@ -436,7 +449,7 @@ def loop(ttgir: str) -> list[str]:
     for line in lines[first:last]:
         if operation := FLOATING.search(line):
             types = re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), line.rpartition(" : ")[2])
-            types = types.replace(f"tensor<{rows}x", "tensor<64x")
+            types = types.replace(f"tensor<{rows}x", "tensor<64x").replace(", mutable>", ">")
             types = re.sub(rf"^( *!ttg\.memdesc<){rows}x", r"\g<1>64x", types)  # of the left operand
             operations.append(
                 f"{operation[1]} {types}".replace(f"warpsPerCTA = [{rows // 16}, 1]", "warpsPerCTA = [4, 1]")

@@ -40,6 +40,7 @@ from tokserve.gpu.kernels.launch import (
     tuned,
     wait_for_inputs,
 )
+from tokserve.gpu.kernels.prompts import by_groups
 from tokserve.gpu.kernels.sums import NEG_INF, finite, merge, strided_sums, with_sink
 from tokserve.ops import attention
 
@@ -642,7 +643,10 @@ def attend_rows(
     inputs = (q, k_cache, v_cache, block_tables, query_start, seq_lens, work)
     outputs = (out, out if sinks is None else sinks, seq_lens if bidirectional is None else bidirectional)
     strides, flags = (q.stride(0), block_tables.stride(0)), (sinks is not None, bidirectional is not None)
-    if tokens > rows:
+    if tokens > rows and by_groups.fits(q, k_cache, v_cache, (launch.prompt_tile, launch.keys), softcap, bidirectional):
+        scales, sizes = (scale, v_scale), (window, SPLIT, launch.keys, rows_block(rows))
+        by_groups.attend_prompts(q, (k_cache, v_cache), inputs[3:], out, sinks, scales, sizes)
+    elif tokens > rows:
         tiles = tokens // (launch.prompt_tile // group) + rows
         prefill_kernel[(min(multiprocessors(q.device.index), tiles * kv_heads),)](
             *inputs,
