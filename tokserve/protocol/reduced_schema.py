@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -267,7 +267,7 @@ def _suit_library(root: Schema) -> None:
             _open_bound(schema, names, sign, {-end for end in ends[-sign]})
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
