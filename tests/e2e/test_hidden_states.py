@@ -114,6 +114,18 @@ def test_a_route_returns_states_with_the_last_delta(server: Served) -> None:
     assert "hidden_states" not in good(server.post(GENERATE, plain))["choices"][0]
 
 
+def test_states_behind_the_end_are_not_returned_though_drafts_had_them_computed(server: Served) -> None:
+    sampling = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    ids = good(server.post(GENERATE, {"token_ids": PROMPTS[0], "sampling_params": sampling}))["choices"][0]["token_ids"]
+    end = len(PROMPTS[0]) + ids.index(ids[1])
+    for positions, returned in (([end, end + 1], []), ([end - 1, end, end + 1], [end - 1])):
+        chosen = {"stop_token_ids": [ids[1]], "hidden_states": {"layers": [4], "positions": positions}}
+        body = {"token_ids": PROMPTS[0], "sampling_params": sampling | chosen}
+        plain = good(server.post(GENERATE, body | {"speculate": False}))["choices"]
+        assert good(server.post(GENERATE, body | {"draft_token_ids": ids}))["choices"] == plain
+        assert plain[0].get("hidden_states", {"positions": []})["positions"] == returned
+
+
 def test_what_cannot_be_returned_is_refused_by_name(server: Served) -> None:
     for chosen, field in (
         ({"layers": [], "positions": [0]}, "hidden_states.layers"),

@@ -57,10 +57,13 @@ class StateCollector:
         for position, row in zip(positions, values, strict=True):
             self._rows[position] = row.tobytes()
 
-    def packed(self, num_tokens: int) -> ChosenStates:
-        """The states of positions whose tokens stay: the last output token is not computed."""
+    def packed(self, num_tokens: int) -> ChosenStates | None:
+        """The states of positions whose tokens stay: the last output token is not computed.  None if there are none,
+        also if some were computed for drafts that were rejected, or behind a stop."""
         last = max(self._prompt_len, num_tokens - 1)
         positions = [position for position in self._chosen.positions if position in self._rows and position < last]
+        if not positions:
+            return None
         rows = [self._rows[position] for position in positions]
         return ChosenStates(positions, self._chosen.layers, self._dtype, b"".join(rows))
 
