@@ -340,13 +340,50 @@ class Products:
         return run
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """Two layers of a mixture of experts, 30B-A3B's unless said, of `rows` rows."""
+
+    rows: int
+    experts: int = 128
+    k: int = 8
+    hidden: int = 2048
+    inner: int = 768
+
+    def __str__(self) -> str:
+        return f"experts of {self.rows} rows, {self.k} of {self.experts}, hidden {self.hidden}"
+
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> Callable[[], list[Tensor]]:
+        """Prepare the layers; the returned function routes and computes each, the second after the first."""
+        sizes = ((2 * self.inner, self.hidden), (self.hidden, self.inner))
+        layers = [
+            (
+                random_weight(self.experts, self.hidden, device, dtype),
+                *([random_weight(*size, device, dtype) for _ in range(self.experts)] for size in sizes),
+            )
+            for _ in range(2)
+        ]
+        x = torch.randn(self.rows, self.hidden, device=device, dtype=dtype)
+
+        def run() -> list[Tensor]:
+            results, y = [], x
+            for router, gate_up, down in layers:
+                logits = call("linear")(y, router, None, torch.float32)
+                chosen = call("route")(logits, None, self.k, False, 1, 1, False, True, 0.0, 1.0)
+                y = call("experts")(y, *chosen, gate_up, None, down, None, "silu")
+                results.append(y)
+            return results
+
+        return run
+
+
 def random_weight(outputs: int, inputs: int, device: torch.device, dtype: torch.dtype) -> ops.PackedWeight:
     """A weight whose products are about as large as what it multiplies."""
     weight = torch.randn(outputs, inputs, device=device, dtype=dtype) * inputs**-0.5
     return ops.PackedWeight(outputs, inputs, dtype, weight)
 
 
-Case = Step | Prompts | Chat | Products
+Case = Step | Prompts | Chat | Products | Mixture
 STEPS_OF_8B = tuple(Step(rows, keys) for rows, keys in ((1, 1024), (1, 8192), (16, 1024), (64, 1024), (256, 1024)))
 OTHER_STEPS = (
     Step(1, 1024, 16, 8),  # of 0.6B
@@ -368,6 +405,8 @@ CASES: dict[str, Sequence[Case]] = {  # by candidate
         Prompts(1, 4096, 4096, 28, 4),
         Prompts(1, 8192, 8192, 64, 8, 64, 128),
     ),
+    "experts_gated": tuple(map(Mixture, (1, 4, 16, 64, 256, 2048))),
+    "experts_dependent": tuple(map(Mixture, (1, 4, 16, 64, 256, 2048))),
     "dependents_early": (
         Step(1, 1024),
         Step(1, 1024, 16, 8),

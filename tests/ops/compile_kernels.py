@@ -310,7 +310,7 @@ def gradient_calls(call: dict[str, Any], *, wide_heads: bool) -> None:
 def candidate_calls() -> None:
     """What candidates change, with all of them in use: attention of a step of an 8B model, of one with a float8 cache,
     with heads of 256 and with 8 heads to a KV head; of prompts; products of 256 rows with two chains, one, and a gate;
-    of 600."""
+    of 600; a mixture."""
     candidates.use(candidates.BY_NAME)
     call = {name: op.implementations["triton"].call for name, op in OPS.items() if "triton" in op.implementations}
     rows = 16
@@ -339,9 +339,27 @@ def candidate_calls() -> None:
         call["linear"](x, packed, None)
     call["gated_linear"](x, packed, None, "silu")
     call["linear"](torch.empty(600, 4096, dtype=BF16), packed, None)
+    mixture_calls(call)
     values, scales = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn), torch.empty(32, 4096)
     for group in (4096, 128):
         call["linear_float8"](x, ops.PackedFloat8(4096, 4096, values, scales[: 4096 // group], group), None)
+
+
+def mixture_calls(call: dict[str, Any]) -> None:
+    """A layer of 30B-A3B with 1 and 512 rows, in bfloat16 and int8."""
+    count, hidden, inner = 128, 2048, 768
+    sizes = (2 * inner, hidden), (hidden, inner)
+    floats = [[ops.PackedWeight(*size, BF16, torch.empty(size, dtype=BF16))] * count for size in sizes]
+    integers = [
+        [ops.PackedInt8(*size, torch.empty(size, dtype=torch.int8), torch.empty(size[0]))] * count for size in sizes
+    ]
+    for rows in (1, 512):
+        x, (ids, weights) = (
+            torch.empty(rows, hidden, dtype=BF16),
+            call["route"](torch.empty(rows, count), None, 8, False, 1, 1, False, True, 0.0, 1.0),
+        )
+        for name, (up, down) in (("experts", floats), ("experts_int8", integers)):
+            call[name](x, ids, weights, up, None, down, None, "silu")
 
 
 def rank_calls() -> None:

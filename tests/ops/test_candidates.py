@@ -17,6 +17,7 @@ from tokserve.gpu.options import GpuOptions, check
 
 pytest.importorskip("triton")
 
+from tests.ops.packing import pack_arguments
 from tests.ops.samples import samples
 from tests.ops.samples.common import normal as randn
 from tests.ops.test_exact import Paged
@@ -94,6 +95,23 @@ def test_float8_products_by_tma_have_the_bits_of_others(group: int) -> None:
     candidates.use({"float8_tma"})
     assert by_tma.fits(packed.packed, packed.packed)
     assert torch.equal(linear(x, packed, None), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("experts", 1), *(pytest.param(name, 17, marks=pytest.mark.slow) for name in ("experts", "experts_int8"))],
+)
+def test_gated_experts_have_the_bits_of_a_product_and_a_gate(name: str, most: int) -> None:
+    """Experts with biases and without, more rows than a tile has, and an activation that is left to two kernels."""
+    call = OPS[name].implementations["triton"].call
+    for number, unpacked in enumerate(samples(name, torch.float16 if INTERPRETED else DTYPES[-1])):
+        if INTERPRETED and len(unpacked[0]) > most:
+            continue
+        arguments = pack_arguments(name, "triton", tuple(map(to_device, unpacked)))
+        candidates.use(())
+        expected = call(*arguments)
+        candidates.use({"experts_gated", "experts_dependent"})
+        assert torch.equal(call(*arguments), expected), number
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def test_every_kernel_compiles_for_sm_90(compiled: dict[str, Any]) -> None:
         "prefill",
     }
     source = Path(dense.__file__).parent
-    on_trial = {"linear_tma", "gated_tma", "add_chains", "prompt"}
+    on_trial = {"linear_tma", "gated_tma", "add_chains", "prompt", "gated_experts"}
     kernels = {name for file in source.rglob("*.py") for name in re.findall(r"def (\w+)_kernel\(", file.read_text())}
     assert kernels == {name.partition("#")[0] for name in compiled} | on_trial
     for name, figures in variants(
@@ -231,3 +231,17 @@ def test_prompts_by_groups_do_the_arithmetic_of_prefill_on_sm_90(candidates: dic
         for kernel in ("prompt", "prefill")
     }
     assert done["prompt"] == done["prefill"] and len(done["prompt"]) == 2  # heads of 64 and of 128
+
+
+@pytest.mark.slow
+def test_gated_experts_add_up_in_the_order_of_others_on_sm_90(candidates: dict[str, Any]) -> None:
+    gated, plain = variants(candidates, "gated_experts"), variants(candidates, "experts")
+    assert len(gated) == len(plain) == 3
+    for name, figures in (gated | plain).items():
+        assert figures["waits"] and not figures["fma"] and not figures["atomics"], f"{name}: {figures}"
+        assert figures["stack"] == 0 and figures["shared"] <= 227 << 10, f"{name}: {figures}"
+        assert figures["chains"] or figures["warp_chains"], f"{name}: {figures}"
+        assert all(not chain["fresh"] and chain["adds"] and chain["ascending"] for chain in figures["chains"]), name
+        assert all(chain["orders"] == 1 for chain in figures["warp_chains"]), f"{name}: {figures}"
+    for name in ("route", "sort", "tiles", "combine"):
+        assert all(figures["waits"] for figures in variants(candidates, name).values()), name

@@ -8,16 +8,32 @@ came to the expert.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokserve.gpu import candidates
 from tokserve.gpu.kernels import elementwise
 from tokserve.gpu.kernels.dense import BLOCK_K
+from tokserve.gpu.kernels.elementwise import ACTIVATIONS
 from tokserve.gpu.kernels.int8 import INTEGER_STEP, quantize
-from tokserve.gpu.kernels.launch import EXACT, addresses, cdiv, next_power_of_2, tuned, warps
+from tokserve.gpu.kernels.launch import (
+    EXACT,
+    addresses,
+    cdiv,
+    is_dependent,
+    launch_dependents,
+    launched,
+    next_power_of_2,
+    tuned,
+    wait_for_inputs,
+    warps,
+)
+from tokserve.gpu.kernels.products.experts import gated_experts_kernel
+from tokserve.gpu.kernels.products.tiles import rows_of_tile
 from tokserve.gpu.kernels.sums import tree_sum
 from tokserve.ops import mixture
 from tokserve.ops.dense import PackedWeight
@@ -27,6 +43,16 @@ COLUMNS = 1024  # of a row that one program adds up
 SORTED = 1024  # choices that a program of the sort reads at a time
 Sorting = tuple[Tensor, Tensor]  # choices by expert [T * k] int32, and where each expert's begin [E + 1] int32
 NO_INDEX = tl.constexpr(1 << 30)
+
+
+def dependence(device: int | None) -> int:
+    """`is_dependent` of a mixture's kernels, which are on trial."""
+    return is_dependent(device) if candidates.is_on("experts_dependent") else 0
+
+
+def options(device: int | None) -> dict[str, Any]:
+    """`launched` with `dependence`."""
+    return launched(device) if dependence(device) else EXACT
 
 
 @triton.jit
@@ -56,8 +82,10 @@ def route_kernel(
     BLOCK: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """The experts of one token."""
+    wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
     available = index < EXPERTS
@@ -99,6 +127,7 @@ def route_kernel(
         chosen, weights = tl.where(slot == j, best, chosen), tl.where(slot == j, weight, weights)
     if NORMALIZE:
         weights = weights / tl.maximum(total + added, MIN_SUM)
+    launch_dependents(DEPENDENT)
     tl.store(ids_ptr + token * K + slot, chosen, mask=slot < K)
     tl.store(weights_ptr + token * K + slot, weights * scale, mask=slot < K)
 
@@ -139,23 +168,11 @@ def route(
             block,
             next_power_of_2(groups),
             next_power_of_2(k),
+            dependence(logits.device.index),
             num_warps=warps(block),
-            **EXACT,
+            **options(logits.device.index),
         )
     return ids, weights
-
-
-@triton.jit
-def rows_of_tile(starts_ptr, tiles_ptr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The expert of this program's tile (EXPERTS: there is no such tile), the tile's first row, and the end of the
-    expert's rows."""
-    tile, index = tl.program_id(0), tl.arange(0, E_BLOCK)
-    ends = tl.load(tiles_ptr + index, mask=index < EXPERTS, other=1 << 30)
-    expert = tl.sum((ends <= tile).to(tl.int32), 0)
-    first_tile = tl.max(tl.where(index < expert, ends, 0), 0)
-    is_there = expert < EXPERTS
-    start = tl.load(starts_ptr + expert, mask=is_there, other=0) + (tile - first_tile) * BLOCK_M
-    return expert, start, tl.load(starts_ptr + expert + 1, mask=is_there, other=0)
 
 
 @triton.jit(do_not_specialize=["choices"])
@@ -181,9 +198,11 @@ def experts_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """A tile of the rows of one expert times its weight's transpose.  GATHER > 0: row r of the sorted rows is token
     order[r] // GATHER of x.  Of int8 there is a scale for each row of x, and for each output of an expert."""
+    wait_for_inputs(DEPENDENT)
     INTEGERS: tl.constexpr = x_ptr.dtype.element_ty == tl.int8
     expert, start, end = rows_of_tile(starts_ptr, tiles_ptr, EXPERTS, E_BLOCK, BLOCK_M)
     if expert >= EXPERTS:
@@ -213,6 +232,7 @@ def experts_kernel(
             sums = tl.dot(x, tl.trans(weight), sums, out_dtype=tl.int32)
         else:
             sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
+    launch_dependents(DEPENDENT)
     if INTEGERS:
         scales_ptr = tl.load(weight_scales_ptr + expert).to(tl.pointer_type(tl.float32))
         sums = sums.to(tl.float32) * tl.load(x_scale_ptr + source, mask=row < end, other=0.0)[:, None]
@@ -238,8 +258,10 @@ def combine_kernel(
     SHARED: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """A part of one token's sum, in the order of its choices."""
+    wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = column < width
@@ -252,12 +274,23 @@ def combine_kernel(
         if GATED:
             shared = shared * (1.0 / (1.0 + tl.exp(-tl.load(gate_ptr + token))))
         total += shared
+    launch_dependents(DEPENDENT)
     tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=valid)
 
 
 @triton.jit(do_not_specialize=["choices"])
-def sort_kernel(ids_ptr, order_ptr, places_ptr, starts_ptr, choices, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+def sort_kernel(
+    ids_ptr,
+    order_ptr,
+    places_ptr,
+    starts_ptr,
+    choices,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """The choices of one expert, in their order: where they begin among all, and the place of each."""
+    wait_for_inputs(DEPENDENT)
     expert, index = tl.program_id(0), tl.arange(0, BLOCK)
     before = tl.zeros([BLOCK], tl.int32)  # of choices of experts with lower numbers
     for at in range(0, choices, BLOCK):
@@ -274,6 +307,7 @@ def sort_kernel(ids_ptr, order_ptr, places_ptr, starts_ptr, choices, EXPERTS: tl
         tl.store(order_ptr + places, at + index, mask=chosen > 0)
         tl.store(places_ptr + at + index, places, mask=chosen > 0)
         place += tl.sum(chosen, 0)
+    launch_dependents(DEPENDENT)
 
 
 def sorted_choices(ids: Tensor, count: int) -> tuple[Sorting, Tensor]:
@@ -284,17 +318,35 @@ def sorted_choices(ids: Tensor, count: int) -> tuple[Sorting, Tensor]:
     starts = ids.new_empty(count + 1)
     block = min(SORTED, max(32, next_power_of_2(choices)))
     sort_kernel[(count,)](
-        ids.contiguous(), order, places, starts, choices, count, block, num_warps=warps(block), **EXACT
+        ids.contiguous(),
+        order,
+        places,
+        starts,
+        choices,
+        count,
+        block,
+        dependence(ids.device.index),
+        num_warps=warps(block),
+        **options(ids.device.index),
     )
     return (order, starts), places
 
 
 @triton.jit
-def tiles_kernel(starts_ptr, tiles_ptr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def tiles_kernel(
+    starts_ptr,
+    tiles_ptr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """Tiles of ROWS rows up to each expert's last."""
+    wait_for_inputs(DEPENDENT)
     index = tl.arange(0, BLOCK)
     start = tl.load(starts_ptr + index, mask=index < EXPERTS, other=0)
     end = tl.load(starts_ptr + 1 + index, mask=index < EXPERTS, other=0)
+    launch_dependents(DEPENDENT)
     tl.store(tiles_ptr + index, tl.cumsum((end - start + ROWS - 1) // ROWS, 0), mask=index < EXPERTS)
 
 
@@ -303,7 +355,10 @@ def tiles_of(sorting: Sorting, rows: int) -> tuple[Tensor, int]:
     order, starts = sorting
     count = len(starts) - 1
     tiles, block = starts.new_empty(count), next_power_of_2(count)
-    tiles_kernel[(1,)](starts, tiles, count, rows, block, num_warps=warps(block), **EXACT)
+    dependent = dependence(starts.device.index)
+    tiles_kernel[(1,)](
+        starts, tiles, count, rows, block, dependent, num_warps=warps(block), **options(starts.device.index)
+    )
     return tiles, min(len(order), count + len(order) // rows)
 
 
@@ -351,11 +406,72 @@ def product(
         block_m,
         block_n,
         block_k,
+        dependence(x.device.index),
         num_warps=config["warps"],
         num_stages=config["stages"],
-        **EXACT,
+        **options(x.device.index),
     )
     return out
+
+
+def gated_product(
+    x: Tensor,
+    weights: Sequence[PackedWeight | PackedInt8],
+    bias: Tensor | None,
+    sorting: Sorting,
+    k: int,
+    activation: str,
+    dtype: torch.dtype,
+    scales: Tensor | None = None,
+) -> Tensor:
+    """The activation of the `product` of weights [2I, K] and unsorted rows: [T * k, I] in `dtype`."""
+    order, starts = sorting
+    choices, inner, inputs, count = len(order), weights[0].rows // 2, x.shape[1], len(weights)
+    if not candidates.is_on("experts_gated") or activation not in ACTIVATIONS:
+        both = product(x, weights, bias, x.new_empty((choices, 2 * inner), dtype=dtype), sorting, k, scales)
+        return activated(both, activation)
+    out = x.new_empty((choices, inner), dtype=dtype)
+    config = tuned("linear", x.device.index, rows=-(-choices // count), outputs=2 * inner, bytes=x.element_size())
+    block_m, block_n = config["tile"][0], max(16, config["tile"][1] // 2)
+    block_k = config.get("step", BLOCK_K) if scales is None else INTEGER_STEP
+    tiles, grid_tiles = tiles_of(sorting, block_m)
+    table = addresses(tuple(weight.packed.data_ptr() for weight in weights), x.device)
+    of_weights = tuple(weight.scales.data_ptr() for weight in weights if isinstance(weight, PackedInt8))
+    gated_experts_kernel[(grid_tiles, cdiv(inner, block_n))](
+        x,
+        table,
+        out if bias is None else bias,
+        out,
+        order,
+        starts,
+        tiles,
+        out if scales is None else scales,
+        addresses(of_weights, x.device) if of_weights else table,
+        inner,
+        inputs,
+        x.stride(0),
+        k,
+        count,
+        bias is not None,
+        inputs % block_k == 0,
+        ACTIVATIONS.index(activation),
+        next_power_of_2(count),
+        block_m,
+        block_n,
+        block_k,
+        dependence(x.device.index),
+        num_warps=config["warps"],
+        num_stages=config["stages"],
+        **options(x.device.index),
+    )
+    return out
+
+
+def activated(both: Tensor, activation: str) -> Tensor:
+    """The activation of a gated product [T * k, 2I]."""
+    if activation == "clamped_swiglu":
+        return mixture.gated(both, activation)
+    return elementwise.activate(both, activation, True)
 
 
 @mixture.experts.implement("cublas", device="cuda")
@@ -375,12 +491,12 @@ def experts(
     """Rows of x need not be adjacent."""
 
     def up(sorting: Sorting) -> Tensor:
-        return product(x, gate_up, gate_up_bias, x.new_empty(ids.numel(), gate_up[0].rows), sorting, ids.shape[1])
+        return gated_product(x, gate_up, gate_up_bias, sorting, ids.shape[1], activation, x.dtype)
 
     def back(inner: Tensor, out: Tensor, sorting: Sorting) -> None:
         product(inner, down, down_bias, out, sorting, 0)
 
-    return mixed(x, ids, weights, len(gate_up), up, back, activation, shared, shared_gate)
+    return mixed(x, ids, weights, len(gate_up), up, back, shared, shared_gate)
 
 
 @mixture.experts_int8.implement("triton", device="cuda")
@@ -400,14 +516,13 @@ def experts_int8(
 
     def up(sorting: Sorting) -> Tensor:
         values, scales = quantize(x)
-        both = x.new_empty(ids.numel(), gate_up[0].rows)
-        return product(values, gate_up, gate_up_bias, both, sorting, ids.shape[1], scales)
+        return gated_product(values, gate_up, gate_up_bias, sorting, ids.shape[1], activation, x.dtype, scales)
 
     def back(inner: Tensor, out: Tensor, sorting: Sorting) -> None:
         values, scales = quantize(inner)
         product(values, down, down_bias, out, sorting, 0, scales)
 
-    return mixed(x, ids, weights, len(gate_up), up, back, activation, shared, shared_gate)
+    return mixed(x, ids, weights, len(gate_up), up, back, shared, shared_gate)
 
 
 def mixed(
@@ -417,20 +532,17 @@ def mixed(
     count: int,
     up: Callable[[Sorting], Tensor],
     back: Callable[[Tensor, Tensor, Sorting], None],
-    activation: str,
     shared: Tensor | None,
     shared_gate: Tensor | None,
 ) -> Tensor:
-    """`experts` of `count` experts by these products of sorted rows: `up` returns [T * k, 2I], and `back` fills
+    """`experts` of `count` experts by these products of sorted rows: `up` returns [T * k, I], and `back` fills
     [T * k, H] float32."""
     (tokens, width), k = x.shape, ids.shape[1]
     out = x.new_empty(tokens, width)
     if tokens == 0:
         return out
     sorting, places = sorted_choices(ids, count)
-    both = up(sorting)
-    clamped = activation == "clamped_swiglu"
-    inner = mixture.gated(both, activation) if clamped else elementwise.activate(both, activation, True)
+    inner = up(sorting)
     outputs = torch.empty(len(places), width, dtype=torch.float32, device=x.device)
     back(inner, outputs, sorting)
     block = min(COLUMNS, next_power_of_2(width))
@@ -446,7 +558,8 @@ def mixed(
         shared is not None,
         shared_gate is not None,
         block,
+        dependence(x.device.index),
         num_warps=warps(block),
-        **EXACT,
+        **options(x.device.index),
     )
     return out

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tokserve.gpu.kernels.launch import EXACT, addresses, cdiv, next_power_of_2, tuned
-from tokserve.gpu.kernels.mixture import Sorting, mixed, product, rows_of_tile, tiles_of
+from tokserve.gpu.kernels.mixture import Sorting, activated, mixed, product, tiles_of
+from tokserve.gpu.kernels.products.tiles import rows_of_tile
 from tokserve.gpu.kernels.wna16 import is_even, step_of, wna16_sums
 from tokserve.ops import mixture
 from tokserve.ops.dense import PackedWeight
@@ -196,9 +197,9 @@ def experts_wna16(
     def up(sorting: Sorting) -> Tensor:
         both = x.new_empty(ids.numel(), gate_up[0].rows)
         _product(x, gate_up, gate_up_bias, both, sorting, ids.shape[1])
-        return both
+        return activated(both, activation)
 
     def back(inner: Tensor, out: Tensor, sorting: Sorting) -> None:
         _product(inner, down, down_bias, out, sorting, 0)
 
-    return mixed(x, ids, weights, len(gate_up), up, back, activation, shared, shared_gate)
+    return mixed(x, ids, weights, len(gate_up), up, back, shared, shared_gate)

@@ -80,3 +80,16 @@ def store_product(
     if BIAS:
         sums += tl.load(bias_ptr + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
     tl.store(out_ptr + offset, sums.to(out_ptr.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def rows_of_tile(starts_ptr, tiles_ptr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The expert of this program's tile (EXPERTS: there is no such tile), the tile's first row, and the end of the
+    expert's rows."""
+    tile, index = tl.program_id(0), tl.arange(0, E_BLOCK)
+    ends = tl.load(tiles_ptr + index, mask=index < EXPERTS, other=1 << 30)
+    expert = tl.sum((ends <= tile).to(tl.int32), 0)
+    first_tile = tl.max(tl.where(index < expert, ends, 0), 0)
+    is_there = expert < EXPERTS
+    start = tl.load(starts_ptr + expert, mask=is_there, other=0) + (tile - first_tile) * BLOCK_M
+    return expert, start, tl.load(starts_ptr + expert + 1, mask=is_there, other=0)
