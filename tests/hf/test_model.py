@@ -171,6 +171,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("diffllama", {}, "DiffLlamaForCausalLM: a layer that attends twice"),
     ("doge", {"sliding_window": None}, "DogeForCausalLM: attention with a mask of its own"),
     ("bert", {}, "BertLMHeadModel: attention that is not causal"),
+    ("roberta", {"is_decoder": True, "pad_token_id": 1}, "RobertaForCausalLM .* does not count positions from 0"),
     ("xglm", {"d_model": 64, "attention_heads": 4}, "XGLMForCausalLM .* 0 of 3 layers"),
     ("llama4_text", {"attention_chunk_size": 256}, "attention_chunk_size 256 .* give --max-model-len 256"),
     ("llama4_text", {"floor_scale": 512}, "floor_scale 512 .* give --max-model-len 511"),

@@ -41,10 +41,17 @@ class RealEngine(Engine):
     """An EngineCore over the runner, in this process."""
 
     def __init__(
-        self, directory: Path, drafter: Drafter | None = None, *, family: str = "qwen3", **options: Any
+        self,
+        directory: Path,
+        drafter: Drafter | None = None,
+        *,
+        family: str = "qwen3",
+        hf: dict[str, Any] | None = None,
+        **options: Any,
     ) -> None:
+        """`hf`: config.json, else that of a tiny model of the family."""
         directory.mkdir(exist_ok=True)
-        (directory / "config.json").write_text(json.dumps(tiny_config(family)))
+        (directory / "config.json").write_text(json.dumps(tiny_config(family) if hf is None else hf))
         defaults = {
             "model": str(directory),
             "load_format": "dummy",

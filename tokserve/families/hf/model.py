@@ -208,12 +208,14 @@ class TransformersModel(Decoder):
 
     def probe(self) -> None:
         """Find out what each layer keeps, and that tokens meet in attention alone.  Raises StartError that says why.
-        Attention answers zeros, so what comes out at a token must not depend on the tokens before it."""
+        Attention answers zeros, so what comes out at a token must not depend on the tokens before it.  The positions
+        that the module gives tokens by itself must be those that a batch gives them."""
         states = []
-        for ids in PROBE:
+        tries = ((PROBE[0], None), *((ids, torch.arange(len(ids))) for ids in PROBE))
+        for ids, positions in tries:
             self.context.calls.clear()
             try:
-                states.append(self._run(torch.tensor([ids]), torch.arange(len(ids))))
+                states.append(self._run(torch.tensor([ids]), positions))
             except StartError as error:
                 raise StartError(f"{self._name}: {error}") from None
             except KeyError as error:
@@ -231,8 +233,14 @@ class TransformersModel(Decoder):
                 f"{self._name} cannot be served by --model-impl transformers: {len(self.context.calls)} of {layers} "
                 "layers use transformers' attention interface"
             )
-        if not torch.allclose(states[0][-1], states[1][-1], atol=1e-5, rtol=1e-3):
+        by_itself, first, second = states
+        if not torch.allclose(first[-1], second[-1], atol=1e-5, rtol=1e-3):
             raise StartError(f"{self._name} cannot be served: tokens influence each other outside of attention")
+        if not torch.allclose(by_itself, first, atol=1e-5, rtol=1e-3):
+            raise StartError(
+                f"{self._name} cannot be served by --model-impl transformers: it does not count positions from 0, but "
+                "from its padding id"
+            )
         self._check_windows(layers)
 
     def _check_windows(self, layers: int) -> None:
@@ -247,11 +255,11 @@ class TransformersModel(Decoder):
                     f"{self._name}: the window of layer {layer} is not passed to transformers' attention interface"
                 )
 
-    def _run(self, ids: Tensor, positions: Tensor) -> Tensor:  # [1, T], [T] -> [T, hidden]
+    def _run(self, ids: Tensor, positions: Tensor | None) -> Tensor:  # [1, T], [T] -> [T, hidden]
+        """`positions` None: those that the module counts."""
         device = ops.torch_device
-        out = self._body(
-            input_ids=ids.to(device), position_ids=positions.to(device)[None], use_cache=False, return_dict=True
-        )
+        position_ids = None if positions is None else positions.to(device)[None]
+        out = self._body(input_ids=ids.to(device), position_ids=position_ids, use_cache=False, return_dict=True)
         return out.last_hidden_state[0]
 
     def forward(self, batch: ForwardBatch) -> Tensor:  # [T, hidden], or [n, hidden] of `batch.logits_rows`
