@@ -36,5 +36,11 @@ def test_what_cannot_be_read_is_refused_by_the_field(grammar: str) -> None:
     assert caught.value.field == "structured_outputs.grammar"
 
 
+@pytest.mark.parametrize("sign", ['"', "[", "{", "(", "a ::= ", "#", '"\\', "\n| "])
+def test_reading_what_is_not_closed_takes_no_time(sign: str) -> None:
+    with pytest.raises(EbnfError):
+        as_lark("root ::= " + sign * 5000 + "\n)")
+
+
 def test_looking_for_the_sign_takes_no_time() -> None:
     assert not is_ebnf("\n" * 65_000 + " " * 65_000 + "a-" * 30_000)

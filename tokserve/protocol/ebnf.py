@@ -1,11 +1,24 @@
-"""Grammars in EBNF as llama.cpp (GBNF), SGLang and xgrammar write it (`root ::= ...`), as Lark."""
+"""Grammars in EBNF as llama.cpp (GBNF), SGLang and xgrammar write it (`root ::= ...`), as Lark.
+
+llguidance converts them, after they are written so that it can: it reads a rule from one line, needs names that differ
+in more than case and dashes, drops the parentheses around a part that is repeated within another repetition, and the
+zeros of escapes.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator
 
 HEADER = "%llguidance {}"  # that the library writes first; a grammar within another has none
 _RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+_TOKEN = re.compile(
+    r"""(?P<text>"(?:\\.|[^"\\])*(?:"|\Z)|\[(?:\\.|[^\]\\])*(?:\]|\Z))|(?P<comment>\#[^\n]*)|(?P<space>\s+)
+    |(?P<rule>[\w-]+)(?=\s*::=)|(?P<name>[\w-]+)|(?P<repeat>[*+?]|\{[^}]*(?:\}|\Z))|(?P<other>::=|.)""",
+    re.VERBOSE | re.DOTALL,
+)
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
 class EbnfError(ValueError):
@@ -22,9 +35,53 @@ def as_lark(grammar: str) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:
-        lark: str = gbnf_to_lark(grammar).removeprefix(HEADER).lstrip()
+        lark: str = gbnf_to_lark(_rewritten(grammar)).removeprefix(HEADER).lstrip()
     except RecursionError:
         raise EbnfError("is nested too deeply") from None
     except Exception as error:  # the library raises nothing more exact
         raise EbnfError(f"cannot be read as EBNF: {error}") from None
     return lark
+
+
+def _rewritten(grammar: str) -> str:
+    """The same grammar: a line for each rule, names that cannot be confused, and no comments."""
+    tokens = [(str(token.lastgroup), token[0]) for token in _TOKEN.finditer(grammar)]
+    tokens = [token for token in tokens if token[0] not in ("comment", "space")]
+    names = _distinct(text for kind, text in tokens if kind == "rule")
+    written: list[str] = []
+    repeats = False  # what is written ends with a repetition, perhaps in parentheses
+    for index, (kind, text) in enumerate(tokens):
+        if kind == "rule":
+            written.append("\n")
+        if text == ")" and kind == "other" and repeats and tokens[index + 1 : index + 2]:
+            repeats = tokens[index + 1][0] != "repeat"
+            written.append(")" if repeats else '"")')  # a sequence keeps its parentheses
+        else:
+            repeats = kind == "repeat" or (repeats and text == ")" and kind == "other")
+            written.append(_ESCAPE.sub(_unescaped, text) if kind == "text" else names.get(text, text))
+    return " ".join(written)
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    """The character of a numeric escape, or an escape of two digits where it might be read as a sign."""
+    digits = escape[1] or escape[2] or escape[3]
+    if digits is None:
+        return escape[0]
+    number = int(digits, 16)
+    if number < 128:
+        return chr(number) if chr(number).isalnum() else f"\\x{number:02x}"
+    return chr(number) if number < sys.maxunicode and chr(number).isprintable() else escape[0]
+
+
+def _distinct(rules: Iterator[str]) -> dict[str, str]:
+    """New names for rules whose own, as the library writes it, is another's or `start`, which it calls the root."""
+    names: dict[str, str] = {}
+    taken = {"start"}
+    for rule in dict.fromkeys(rules):
+        name, number = rule, 1
+        while name.lower().replace("-", "_") in taken:
+            number += 1
+            name = f"{rule}_{number}"
+        names[rule] = name
+        taken.add(name.lower().replace("-", "_"))
+    return names
