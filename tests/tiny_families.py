@@ -143,6 +143,40 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_chunk_size": 16,
         },
     ),
+    "arcee": ("ArceeForCausalLM", {"hidden_act": "relu2"}),
+    "exaone4": (
+        "Exaone4ForCausalLM",
+        {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "stablelm": (
+        "StableLmForCausalLM",
+        {
+            "use_qkv_bias": True,
+            "layer_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        },
+    ),
+    "nemotron": (
+        "NemotronForCausalLM",
+        {
+            "hidden_act": "relu2",
+            "norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "solar_open": (
+        "SolarOpenForCausalLM",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "n_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.5,
+            "norm_topk_prob": True,
+        },
+    ),
     "nemotron_h": (
         "NemotronHForCausalLM",
         {

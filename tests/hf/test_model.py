@@ -253,13 +253,13 @@ def test_an_adapter_adds_to_its_projections(tmp_path: Path) -> None:
 
 
 def test_a_policy_of_such_a_family_is_refused(tmp_path: Path) -> None:
-    checkpoint("stablelm", tmp_path)
-    with pytest.raises(StartError, match="StableLmForCausalLM is not supported"):
+    checkpoint("helium", tmp_path)
+    with pytest.raises(StartError, match="HeliumForCausalLM is not supported"):
         PolicyModel.from_pretrained(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "impl"), [("stablelm", "auto"), ("gpt_neox", "auto"), ("qwen2", "transformers")])
+@pytest.mark.parametrize(("name", "impl"), [("helium", "auto"), ("gpt_neox", "auto"), ("qwen2", "transformers")])
 def test_served_with_cache_and_batch(name: str, impl: str, tmp_path: Path) -> None:
     reference = checkpoint(name, tmp_path)
     prompts = [random_ids(40, 320, 1), [*random_ids(40, 320, 1), 5, 6], random_ids(9, 320, 2)]

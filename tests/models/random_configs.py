@@ -137,6 +137,8 @@ def _heads(rng: random.Random, hf: dict[str, Any], family: str) -> None:
         hf |= {"num_key_value_heads": heads, "head_dim": hf["qk_rope_head_dim"]}
     elif family == "bamba" or "rotary_dim" in hf or "partial_rotary_factor" in hf | (hf["rope_parameters"] or {}):
         hf["head_dim"] = rng.choice((8, 16, 24))  # any part is even
+        if family == "stablelm":  # which does not read head_dim
+            hf["hidden_size"] = heads * hf.pop("head_dim")
         if "rotary_dim" in hf:
             hf["rotary_dim"] = rng.choice((4, 8, None))
     elif family in ("cohere2", "olmoe") or (family not in NEED_HEAD_DIM and rng.random() < 0.5):

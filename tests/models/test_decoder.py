@@ -38,6 +38,8 @@ SLOW = {  # families whose parts are those of others
     "glm4_moe_lite",
     "minicpm3",
     "youtu",
+    "arcee",
+    "solar_open",
 }
 FEW = [family for family in FAMILIES if family not in SLOW]
 EVERY = slow_except(FAMILIES, *FEW)

@@ -41,6 +41,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("cohere2", {"attention_bias": True}),
     "starcoder2": ("starcoder2", {}),
     "starcoder2-relu2": ("starcoder2", {"hidden_act": "relu2"}),
+    "arcee": ("arcee", {}),
+    "exaone4": ("exaone4", {}),
+    "stablelm": ("stablelm", {}),
+    "nemotron": ("nemotron", {"attention_bias": True}),
+    "solar_open": ("solar_open", {}),
     "seed_oss-gelu": ("seed_oss", {"hidden_act": "gelu"}),
     "ernie4_5": ("ernie4_5", {}),
     "hunyuan": ("hunyuan_v1_dense", {}),
@@ -87,9 +92,9 @@ def test_families_without_a_case_are_refused_by_name(family: str, tmp_path: Path
 
 
 def test_a_family_that_runs_as_transformers_module_is_refused_by_name(tmp_path: Path) -> None:
-    config = {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm", "hidden_size": 64}
+    config = {"architectures": ["HeliumForCausalLM"], "model_type": "helium", "hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(StartError, match="architecture StableLmForCausalLM is not supported"):
+    with pytest.raises(StartError, match="architecture HeliumForCausalLM is not supported"):
         PolicyModel.from_pretrained(tmp_path, dtype="float32")
 
 

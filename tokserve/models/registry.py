@@ -25,6 +25,7 @@ from tokserve.models.config_reader import ConfigReader
 from tokserve.models.decoder import DecoderSpec
 
 ARCHITECTURES = {
+    "ArceeForCausalLM": "tokserve.models.dense.llama:arcee",
     "BambaForCausalLM": "tokserve.families.state_space.hybrid:bamba",
     "Cohere2ForCausalLM": "tokserve.models.dense.cohere:cohere2",
     "CohereForCausalLM": "tokserve.models.dense.cohere:cohere",
@@ -33,6 +34,7 @@ ARCHITECTURES = {
     "Dots1ForCausalLM": "tokserve.families.mixtures.small_moe:dots1",
     "Ernie4_5ForCausalLM": "tokserve.models.dense.llama:ernie4_5",
     "Ernie4_5_MoeForCausalLM": "tokserve.families.mixtures.small_moe:ernie4_5_moe",
+    "Exaone4ForCausalLM": "tokserve.models.dense.llama:exaone4",
     "ExaoneForCausalLM": "tokserve.models.dense.llama:exaone",
     "FlexOlmoForCausalLM": "tokserve.families.mixtures.small_moe:flex_olmo",
     "Gemma2ForCausalLM": "tokserve.models.dense.gemma:gemma2",
@@ -60,6 +62,7 @@ ARCHITECTURES = {
     "MinistralForCausalLM": "tokserve.models.dense.llama:ministral",
     "MistralForCausalLM": "tokserve.models.dense.llama:mistral",
     "MixtralForCausalLM": "tokserve.families.mixtures.moe:mixtral",
+    "NemotronForCausalLM": "tokserve.models.dense.stablelm:nemotron",
     "NemotronHForCausalLM": "tokserve.families.state_space.single:nemotron_h",
     "Olmo2ForCausalLM": "tokserve.models.dense.olmo:olmo2",
     "Olmo3ForCausalLM": "tokserve.models.dense.olmo:olmo3",
@@ -79,6 +82,8 @@ ARCHITECTURES = {
     "Qwen3_5MoeForConditionalGeneration": "tokserve.features.images.vision_language:qwen3_5_moe",
     "SeedOssForCausalLM": "tokserve.models.dense.llama:seed_oss",
     "SmolLM3ForCausalLM": "tokserve.models.dense.llama:smollm3",
+    "SolarOpenForCausalLM": "tokserve.families.mixtures.moe:solar_open",
+    "StableLmForCausalLM": "tokserve.models.dense.stablelm:stablelm",
     "Starcoder2ForCausalLM": "tokserve.models.dense.starcoder:starcoder2",
     "YoutuForCausalLM": "tokserve.families.latent.deepseek:youtu",
 }

@@ -10,10 +10,12 @@ from tokserve.families.mixtures.experts import MixtureSpec, RouterSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.decoder import DecoderSpec
+from tokserve.models.rope_config import rope
 from tokserve.models.spec import (
     HEADLESS,
     activation,
     dense,
+    head_size,
     layer_windows,
     no_extra_layers,
     window_if_used,
@@ -165,6 +167,22 @@ def mixtral(hf: Mapping[str, Any]) -> DecoderSpec:
         names=("w1", "w3", "w2"),
     )
     return with_mixture(spec, experts, [True] * layers, "block_sparse_moe")
+
+
+def solar_open(hf: Mapping[str, Any]) -> DecoderSpec:
+    """Solar Open: GLM-4.5's experts in every layer, whole heads rotated."""
+    fields = ConfigReader({"rms_norm_eps": 1e-5} | dict(hf))
+    layers, dim = fields.integer("num_hidden_layers"), head_size(fields, 128)
+    spec = dense(
+        ConfigReader({"intermediate_size": 1} | dict(fields.values)),
+        max_position=131072,
+        kv_heads=8,
+        head_dim=128,
+        qkv_bias=fields.flag("attention_bias"),
+        ropes=(rope(fields, dim, fields.integer("max_position_embeddings", 131072), theta=1e6),) * layers,
+    )
+    experts = routed_and_shared(fields, grouped_router(fields, chosen=8), count=128, inner=1280, shared=1)
+    return with_mixture(spec, experts, [True] * layers)
 
 
 def glm4_moe(hf: Mapping[str, Any]) -> DecoderSpec:

@@ -7,6 +7,7 @@ from typing import Any
 
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import NO_ROPE
+from tokserve.models.block import AFTER
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.decoder import DecoderSpec
 from tokserve.models.rope_config import rope, rope_values
@@ -33,6 +34,20 @@ def llama(hf: Mapping[str, Any]) -> DecoderSpec:
     return dense(fields, max_position=2048, qkv_bias=bias, out_bias=bias, mlp_bias=fields.flag("mlp_bias"))
 
 
+def arcee(hf: Mapping[str, Any]) -> DecoderSpec:
+    """Arcee: Llama whose MLP has no gate."""
+    fields = ConfigReader({"hidden_act": "relu2", "rms_norm_eps": 1e-5} | dict(hf))
+    bias = fields.flag("attention_bias")
+    return dense(
+        fields,
+        max_position=4096,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=fields.flag("mlp_bias"),
+        in_mlp={"gated": False, "up_names": ("up_proj",)},
+    )
+
+
 def exaone(hf: Mapping[str, Any]) -> DecoderSpec:
     """EXAONE 3 and 3.5: Llama with other names."""
     older = {
@@ -52,6 +67,24 @@ def exaone(hf: Mapping[str, Any]) -> DecoderSpec:
         mlp_bias=fields.flag("mlp_bias"),
         ropes=(rope(fields, dim, positions, theta=5e5),) * fields.integer("num_hidden_layers"),
         renames=EXAONE + HEADLESS,
+    )
+
+
+def exaone4(hf: Mapping[str, Any]) -> DecoderSpec:
+    """EXAONE 4: norms of heads, others after attention and MLP alone; with windows, only their layers have rope."""
+    fields = ConfigReader({"rms_norm_eps": 1e-5} | dict(hf))
+    window = window_size(fields, 4096)
+    every = fields.integer("sliding_window_pattern", 4, minimum=0) if window else 0
+    windows = layer_windows(fields, window, lambda layer: every > 0 and (layer + 1) % every != 0)
+    table = rope(fields, head_size(fields), fields.integer("max_position_embeddings", 2048))
+    return dense(
+        fields,
+        windows=windows,
+        max_position=2048,
+        kv_heads=32,
+        qk_norm=True,
+        ropes=tuple(table if one or not window else NO_ROPE for one in windows),
+        in_block={"norms": AFTER},
     )
 
 
