@@ -405,6 +405,16 @@ CASES: dict[str, Sequence[Case]] = {  # by candidate
         Prompts(1, 4096, 4096, 28, 4),
         Prompts(1, 8192, 8192, 64, 8, 64, 128),
     ),
+    "products_early": (
+        Step(1, 1024),
+        Step(1, 1024, 16, 8),
+        Step(16, 1024),
+        Products(1),
+        Products(1, 1024, 3072, 2048),
+        Products(4),
+        Products(16),
+        Products(16, 1024, 3072, 2048),
+    ),
     "experts_gated": tuple(map(Mixture, (1, 4, 16, 64, 256, 2048))),
     "experts_dependent": tuple(map(Mixture, (1, 4, 16, 64, 256, 2048))),
     "dependents_early": (

@@ -131,6 +131,7 @@ TRITON = Need(
         "ops/test_exchange.py",
         "ops/test_launch.py",
         "ops/test_later_keys.py",
+        "ops/test_products_early.py",
         "ops/test_prompt_groups.py",
         "ops/test_sorted_choices.py",
         "ops/test_shared_keys.py",

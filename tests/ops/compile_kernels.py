@@ -310,7 +310,7 @@ def gradient_calls(call: dict[str, Any], *, wide_heads: bool) -> None:
 def candidate_calls() -> None:
     """What candidates change, with all of them in use: attention of a step of an 8B model, of one with a float8 cache,
     with heads of 256 and with 8 heads to a KV head; of prompts; products of 256 rows with two chains, one, and a gate;
-    of 600; a mixture."""
+    of 600, and of one; a mixture."""
     candidates.use(candidates.BY_NAME)
     call = {name: op.implementations["triton"].call for name, op in OPS.items() if "triton" in op.implementations}
     rows = 16
@@ -340,6 +340,11 @@ def candidate_calls() -> None:
     call["gated_linear"](x, packed, None, "silu")
     call["linear"](torch.empty(600, 4096, dtype=BF16), packed, None)
     mixture_calls(call)
+    row = torch.empty(1, 1024, dtype=BF16)  # of 0.6B
+    for outputs in (1024, 4096, 6144):
+        packed = ops.PackedWeight(outputs, 1024, BF16, torch.empty(outputs, 1024, dtype=BF16))
+        call["linear"](row, packed, None)
+    call["gated_linear"](row, packed, None, "silu")
     values, scales = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn), torch.empty(32, 4096)
     for group in (4096, 128):
         call["linear_float8"](x, ops.PackedFloat8(4096, 4096, values, scales[: 4096 // group], group), None)
@@ -391,6 +396,7 @@ def figures(kernel: Any) -> dict[str, Any]:
         "loop": loop(kernel.asm["ttgir"]) if "wgmma" in ptx else [],
         "by_warps": bool(re.search(r"mma\.sync\.aligned\.m16n8k16\S*\.f32\.bf16", ptx)),
         "waits": -1 < ptx.find("griddepcontrol.wait") < ptx.find("griddepcontrol.launch_dependents"),
+        "early": ptx.partition("griddepcontrol.wait")[0].count("cp.async.bulk.tensor"),  # tiles fetched before it
         "fma": bool(re.search(r"\bfma\.", ptx)),
         "flags": re.findall(r"st\.global\.v4|bar\.sync|\w+\.(?:release|acquire)\.sys|ld\.global\.cg", ptx),
         "atomics": bool(re.search(r"\b(atom|red)\.", ptx)),

@@ -6,6 +6,8 @@ hangs, and a tile that is taken too early, or given back too early, shows in the
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -61,14 +63,21 @@ class Barrier:
 
     def __init__(self) -> None:
         self.phase, self.count, self.missing, self.changed = 0, 0, 0, threading.Condition()
+        self.bytes = 0  # that are on their way
 
     def init(self, count: int) -> None:
         self.count = self.missing = count
 
-    def arrive(self) -> None:
+    def arrive(self, expected: int = 0) -> None:
+        self._come(1, expected)
+
+    def receive(self, size: int) -> None:
+        self._come(0, -size)
+
+    def _come(self, arrivals: int, size: int) -> None:
         with self.changed:
-            self.missing -= 1
-            if self.missing == 0:
+            self.missing, self.bytes = self.missing - arrivals, self.bytes + size
+            if self.missing == 0 and self.bytes == 0:
                 self.phase, self.missing = self.phase + 1, self.count
                 self.changed.notify_all()
 
@@ -85,7 +94,7 @@ class Barriers(list[Barrier]):
         return self[number]
 
 
-def load(pointer: Pointer, mask: Tensor | None = None, other: float = 0) -> Tensor:
+def load(pointer: Pointer, mask: Tensor | None = None, other: float = 0, cache_modifier: str = "") -> Tensor:
     at = torch.as_tensor(pointer.at)
     if mask is None:
         return pointer.memory[at]
@@ -110,6 +119,15 @@ def specialize(roles: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], *si
     failures = [one.exception() for one in playing if one.exception() is not None]
     for failure in sorted(failures, key=lambda one: isinstance(one, Forever)):  # who waits is not to blame
         raise failure
+
+
+def is_last_of(count: Pointer, amount: int, total: int) -> bool:
+    """`launch.is_last_of`, of programs that come one after the other."""
+    count.memory[count.at] += amount
+    is_last = bool(count.memory[count.at] == total)
+    if is_last:
+        count.memory[count.at] = 0
+    return is_last
 
 
 def extreme(choose: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
@@ -144,6 +162,7 @@ LANGUAGE = {
     "minimum": extreme(torch.minimum),
     "maximum": extreme(torch.maximum),
     "where": torch.where,
+    "exp": torch.exp,
     "exp2": torch.exp2,
     "expand_dims": torch.unsqueeze,
     "convert_layout": lambda x, layout: x,
@@ -162,16 +181,18 @@ LANGUAGE = {
 BARRIERS = SimpleNamespace(
     MBarrierLayout=lambda: None,
     init=lambda barrier, count: barrier.init(count),
-    expect=lambda barrier, size: None,
+    expect=lambda barrier, size: barrier.arrive(size),
     wait=lambda barrier, parity: barrier.wait(int(parity)),
     arrive=lambda barrier, count: barrier.arrive(),
 )
 
 
 def fetch(blocks: Any, at: Sequence[Any], barrier: Barrier, into: Shared) -> None:
-    """A block of a described matrix, complete when the barrier's phase ends."""
-    into.store(blocks.base[at[0] : at[0] + blocks.block_shape[0]])
-    barrier.arrive()
+    """A block of a described matrix, complete when the barrier's phase ends; zeros past the matrix's edge."""
+    (rows, columns), into.memory[:] = blocks.block_shape, 0
+    block = blocks.base[at[0] : at[0] + rows, at[1] : at[1] + columns]
+    into.memory[: len(block), : block.shape[1]] = block
+    barrier.receive(blocks.block_type.nbytes)
 
 
 class Emulated:
@@ -179,10 +200,10 @@ class Emulated:
 
     def __init__(self, kernel: KernelInterface[Any]) -> None:
         self.runs = 0
-        self._program = 0, 0  # of how many
+        self._program, self._grid = (0,), (1,)  # the one that runs, and how many there are
         names = {
-            "program_id": lambda axis: self._program[0],
-            "num_programs": lambda axis: self._program[1],
+            "program_id": lambda axis: self._program[axis],
+            "num_programs": lambda axis: self._grid[axis],
         }
         self._language = SimpleNamespace(**LANGUAGE | names)
         self._call = self._emulated(kernel)
@@ -204,15 +225,19 @@ class Emulated:
             "fence_async_shared": lambda: None,
             "warpgroup_mma": product,
             "warpgroup_mma_wait": lambda outstanding, deps: deps[0],
+            "mma_v2": lambda left, right, sums: sums + left.float() @ right.float(),
+            "wait_for_inputs": lambda dependent: None,
+            "launch_dependents": lambda dependent: None,
+            "is_last_of": is_last_of,
         }
         # functions name those that they call as arguments, too: all roles of a kernel
         return FunctionType(kernel.fn.__code__, surroundings, closure=kernel.fn.__closure__)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **options: object) -> None:
-            self.runs += 1
-            for number in range(grid[0]):
-                self._program = number, grid[0]
+            self.runs, self._grid = self.runs + 1, grid
+            for number in itertools.product(*map(range, grid)):
+                self._program = number
                 self._call(*map(of_device, arguments))
 
         return launch
@@ -224,7 +249,7 @@ def of_device(argument: Any) -> Any:
         memory = argument.as_strided((argument.untyped_storage().size() // argument.element_size(),), (1,), 0)
         return Pointer(memory, argument.storage_offset())
     if hasattr(argument, "block_shape"):
-        block = SimpleNamespace(nbytes=0)
+        block = SimpleNamespace(nbytes=math.prod(argument.block_shape) * argument.base.element_size())
         return SimpleNamespace(
             base=argument.base,
             block_shape=argument.block_shape,

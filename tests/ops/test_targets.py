@@ -92,7 +92,7 @@ def test_every_kernel_compiles_for_sm_90(compiled: dict[str, Any]) -> None:
         "prefill",
     }
     source = Path(dense.__file__).parent
-    on_trial = {"linear_tma", "gated_tma", "add_chains", "prompt", "gated_experts"}
+    on_trial = {"linear_tma", "gated_tma", "add_chains", "prompt", "gated_experts", "linear_early"}
     kernels = {name for file in source.rglob("*.py") for name in re.findall(r"def (\w+)_kernel\(", file.read_text())}
     assert kernels == {name.partition("#")[0] for name in compiled} | on_trial
     for name, figures in variants(
@@ -245,3 +245,14 @@ def test_gated_experts_add_up_in_the_order_of_others_on_sm_90(candidates: dict[s
         assert all(chain["orders"] == 1 for chain in figures["warp_chains"]), f"{name}: {figures}"
     for name in ("route", "sort", "tiles", "combine"):
         assert all(figures["waits"] for figures in variants(candidates, name).values()), name
+
+
+@pytest.mark.slow
+def test_early_products_fetch_weights_before_they_wait_on_sm_90(candidates: dict[str, Any]) -> None:
+    kernels = variants(candidates, "linear_early")
+    assert len(kernels) == 4  # four chains, two, one, and a gate
+    for name, figures in kernels.items():
+        assert figures["early"] >= 8 and figures["waits"] and not figures["fma"], f"{name}: {figures}"
+        assert figures["stack"] == 0 and figures["registers"] <= 64, f"{name}: {figures}"
+        assert figures["shared"] <= 113 << 10, f"{name}: two programs do not fit: {figures}"
+        assert figures["warp_chains"] == [{"length": 128 // 16, "orders": 1}], f"{name}: {figures}"

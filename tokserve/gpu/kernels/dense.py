@@ -33,7 +33,7 @@ from tokserve.gpu.kernels.launch import (
     tuned,
     wait_for_inputs,
 )
-from tokserve.gpu.kernels.products import by_tma
+from tokserve.gpu.kernels.products import by_tma, early
 from tokserve.gpu.kernels.products.tiles import BAND, add_step, store_product, tile_of
 from tokserve.ops import dense
 from tokserve.ops.dense import PackedWeight
@@ -324,6 +324,8 @@ def product(
     """
     (rows, inputs), outputs = x.shape, out.shape[1]
     parts = chains(outputs, inputs) if scales is None else 1
+    if scales is None and early.fits(x, weight, parts):
+        return early.product(x, weight, bias, out, parts)
     if by_tma.fits(x, weight, parts):
         step = BLOCK_K if scales is None else float8_step(group)
         return by_tma.product(x, weight, bias, out, parts, step, scales, group)

@@ -30,7 +30,7 @@ from tokserve.gpu.kernels.launch import (
     tuned,
     wait_for_inputs,
 )
-from tokserve.gpu.kernels.products import by_tma
+from tokserve.gpu.kernels.products import by_tma, early
 from tokserve.gpu.kernels.products.tiles import BAND, add_step, tile_of
 from tokserve.ops import dense, quant
 from tokserve.ops.dense import PackedWeight
@@ -126,6 +126,8 @@ def gated_product(
 ) -> Tensor:
     """out [T,I] from x [T,K] and the weight [2I,K], which has one chain; `scales` as those of `dense.product`."""
     (rows, inputs), inner = x.shape, out.shape[1]
+    if scales is None and early.fits(x, weight):
+        return early.product(x, weight, bias, out, 1, activation)
     if scales is None and by_tma.fits(x, weight):
         return by_tma.gated_product(x, weight, bias, out, activation)
     if rows:
