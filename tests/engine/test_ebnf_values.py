@@ -16,6 +16,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ('root ::= (x*)? "."\nx ::= "(" root ")"', [".", "(.).", "(.)(.)."], ["", "()."]),
     ('root ::= start\nstart ::= "s" | "t" start', ["s", "ts", "tts"], ["t", ""]),
     ('root ::= a-b a_b A-B\na-b ::= "1"\na_b ::= "2"\nA-B ::= "3"', ["123"], ["111", "222", "122"]),
+    ('root ::= fooBar foo_bar foo-Bar\nfooBar ::= "1"\nfoo_bar ::= "2"\nfoo-Bar ::= "3"', ["123"], ["111", "222"]),
     ('root ::= "a" | start\nstart ::= "b"\nstart-2 ::= "c"', ["a", "b"], ["c"]),
     (r'root ::= "\x41\u0042\U00000043\u005c" [\u0030-\x32] "\"#" [#\]]', ['ABC\\1"##', 'ABC\\0"#]'], ['ABC\\3"##']),
     (r'root ::= "\u00e9\U000000e8" [\u00e0-\u00e2]', ["éèà", "éèá"], ["éèã", "eea"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from llguidance.gbnf_to_lark import RuleRefNode
 
 from tokserve.base.errors import RequestError
 from tokserve.protocol.ebnf import EbnfError, as_lark, is_ebnf
@@ -36,10 +37,28 @@ def test_what_cannot_be_read_is_refused_by_the_field(grammar: str) -> None:
     assert caught.value.field == "structured_outputs.grammar"
 
 
-@pytest.mark.parametrize("sign", ['"', "[", "{", "(", "a ::= ", "#", '"\\', "\n| "])
-def test_reading_what_is_not_closed_takes_no_time(sign: str) -> None:
-    with pytest.raises(EbnfError):
-        as_lark("root ::= " + sign * 5000 + "\n)")
+@pytest.mark.parametrize("sign", ['"', "[", "{", "(", "a ::= ", "#", '"\\', "[\\", "\\", "\n| ", " ", "a-"])
+def test_what_is_not_closed_is_read_once(sign: str) -> None:
+    with pytest.raises(EbnfError):  # of quadratic time, some of these would take minutes
+        as_lark("root ::= )" + sign * (60_000 // len(sign)))
+
+
+def test_a_long_chain_of_rules_is_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any order: the library's time grows with each rule that comes before one that it names."""
+    asked = 0
+    is_terminal = RuleRefNode.is_terminal
+
+    def counting(node: RuleRefNode) -> bool:
+        nonlocal asked
+        asked += 1
+        return is_terminal(node)
+
+    monkeypatch.setattr(RuleRefNode, "is_terminal", counting)
+    rules = [f'a{i} ::= "x" a{i + 1}' for i in range(1000)] + ['a1000 ::= "y"']
+    for order in (rules, rules[::-1]):
+        asked = 0
+        assert "A0:" in as_lark("\n".join(["root ::= a0", *order]))
+        assert asked <= 3000
 
 
 def test_looking_for_the_sign_takes_no_time() -> None:

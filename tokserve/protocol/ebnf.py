@@ -2,19 +2,21 @@
 
 llguidance converts them, after they are written so that it can: it reads a rule from one line, needs names that differ
 in more than case and dashes, drops the parentheses around a part that is repeated within another repetition, and the
-zeros of escapes.
+zeros of escapes, and needs quadratic time for rules that come before those that they name.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 
 HEADER = "%llguidance {}"  # that the library writes first; a grammar within another has none
 _RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _TOKEN = re.compile(
-    r"""(?P<text>"(?:\\.|[^"\\])*(?:"|\Z)|\[(?:\\.|[^\]\\])*(?:\]|\Z))|(?P<comment>\#[^\n]*)|(?P<space>\s+)
+    r"""(?P<text>"(?:\\.|[^"\\])*(?:"|\\?\Z)|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z))|(?P<comment>\#[^\n]*)|(?P<space>\s+)
     |(?P<rule>[\w-]+)(?=\s*::=)|(?P<name>[\w-]+)|(?P<repeat>[*+?]|\{[^}]*(?:\}|\Z))|(?P<other>::=|.)""",
     re.VERBOSE | re.DOTALL,
 )
@@ -30,6 +32,7 @@ def is_ebnf(grammar: str) -> bool:
     return _RULE.search(grammar) is not None
 
 
+@lru_cache(maxsize=8)  # a request is validated first, and converted again
 def as_lark(grammar: str) -> str:
     """The grammar in llguidance's dialect of Lark.  Raises EbnfError."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -44,15 +47,24 @@ def as_lark(grammar: str) -> str:
 
 
 def _rewritten(grammar: str) -> str:
-    """The same grammar: a line for each rule, names that cannot be confused, and no comments."""
+    """The same grammar: a line for each rule, after those that it names, names that cannot be confused, no comments."""
     tokens = [(str(token.lastgroup), token[0]) for token in _TOKEN.finditer(grammar)]
-    tokens = [token for token in tokens if token[0] not in ("comment", "space")]
-    names = _distinct(text for kind, text in tokens if kind == "rule")
+    lines: list[list[tuple[str, str]]] = [[]]
+    for token in tokens:
+        if token[0] == "rule":
+            lines.append([])
+        if token[0] not in ("comment", "space"):
+            lines[-1].append(token)
+    names = _distinct(line[0][1] for line in lines[1:])
+    lines[1:] = _in_order(lines[1:])
+    return "\n".join(_line(line, names) for line in lines)
+
+
+def _line(tokens: list[tuple[str, str]], names: dict[str, str]) -> str:
+    """A rule with these names."""
     written: list[str] = []
     repeats = False  # what is written ends with a repetition, perhaps in parentheses
     for index, (kind, text) in enumerate(tokens):
-        if kind == "rule":
-            written.append("\n")
         if text == ")" and kind == "other" and repeats and tokens[index + 1 : index + 2]:
             repeats = tokens[index + 1][0] != "repeat"
             written.append(")" if repeats else '"")')  # a sequence keeps its parentheses
@@ -60,6 +72,24 @@ def _rewritten(grammar: str) -> str:
             repeats = kind == "repeat" or (repeats and text == ")" and kind == "other")
             written.append(_ESCAPE.sub(_unescaped, text) if kind == "text" else names.get(text, text))
     return " ".join(written)
+
+
+def _in_order(lines: list[list[tuple[str, str]]]) -> list[list[tuple[str, str]]]:
+    """The rules, each after those that it names: the library goes through all rules again for each that comes before
+    one of these, in the front end's event loop."""
+    named = {line[0][1]: [text for kind, text in line[1:] if kind == "name"] for line in lines}
+    order: dict[str, int] = {}
+    entered: set[str] = set()
+    pending = [(name, False) for name in reversed(named)]
+    while pending:
+        name, left = pending.pop()
+        if left:
+            order[name] = len(order)
+        elif name in named and name not in entered:
+            entered.add(name)
+            pending.append((name, True))
+            pending += [(inner, False) for inner in named[name]]
+    return sorted(lines, key=lambda line: order[line[0][1]])
 
 
 def _unescaped(escape: re.Match[str]) -> str:
@@ -76,12 +106,18 @@ def _unescaped(escape: re.Match[str]) -> str:
 def _distinct(rules: Iterator[str]) -> dict[str, str]:
     """New names for rules whose own, as the library writes it, is another's or `start`, which it calls the root."""
     names: dict[str, str] = {}
+    numbers: Counter[str] = Counter()  # by what rules have in common: the last one tried
     taken = {"start"}
     for rule in dict.fromkeys(rules):
-        name, number = rule, 1
-        while name.lower().replace("-", "_") in taken:
-            number += 1
-            name = f"{rule}_{number}"
+        name, common = rule, _common(rule)
+        while _common(name) in taken:
+            numbers[common] += 1
+            name = f"{rule}_{numbers[common]}"
         names[rule] = name
-        taken.add(name.lower().replace("-", "_"))
+        taken.add(_common(name))
     return names
+
+
+def _common(name: str) -> str:
+    """What the library takes the name for, but for the case."""
+    return re.sub("([a-z])([A-Z])", r"\1_\2", name.replace("-", "_")).lower()
