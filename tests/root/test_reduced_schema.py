@@ -10,7 +10,7 @@ import pytest
 from tokserve.base.errors import RequestError
 from tokserve.protocol.params import StructuredOutputs
 from tokserve.protocol.reduced_schema import SchemaError, reduced
-from tokserve.protocol.schema_logic import by_pointer, exclude_one_another
+from tokserve.protocol.schema_logic import Exclusions, by_pointer
 
 STRING, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
 OBJECT = {"type": "object", "properties": {"a": INTEGER}}
@@ -166,7 +166,7 @@ def ref(name: str) -> dict[str, Any]:
 )
 def test_branches_that_exclude_one_another(branches: list[Any], disjoint: bool) -> None:
     root = {"oneOf": branches, "$defs": DEFINITIONS}
-    assert exclude_one_another(branches, by_pointer(root)) == disjoint
+    assert Exclusions(by_pointer(root)).hold(branches) == disjoint
     if disjoint:
         assert reduced(root) == {"anyOf": branches, "$defs": reduced({"$defs": DEFINITIONS})["$defs"]}
     else:
@@ -232,6 +232,45 @@ def test_the_limit_counts_what_the_grammar_needs() -> None:
         StructuredOutputs(json={"enum": ["x" * 900 + str(i) for i in range(100)]}).validate()
     with pytest.raises(RequestError, match="at most 1048576 bytes"):
         StructuredOutputs(json={"description": "x" * (1 << 20)}).validate()
+
+
+def test_the_limit_does_not_count_what_is_spelled_out_for_the_library() -> None:
+    days = {f"day{i}": {**STRING, "format": "date-time"} for i in range(1000)}
+    plain = StructuredOutputs(json={"type": "object", "properties": days})
+    plain.validate()
+    assert len(str(plain.plain().json)) > 1 << 16
+
+
+def chain(length: int, name: str) -> dict[str, Any]:
+    """Definitions that each name the next one twice."""
+    links = {f"l{i}": {name: [ref(f"l{i + 1}"), ref(f"l{i + 1}")]} for i in range(length)}
+    return links | {f"l{length}": STRING}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [ref("a"), ref("b")], "$defs": {n: {"anyOf": [ref("a"), ref("b")]} for n in "ab"}},
+        {"oneOf": [ref("l0"), ref("l0")], "$defs": chain(30, "anyOf")},
+        {"oneOf": [ref("l0"), STRING], "$defs": chain(30, "allOf")},
+        {"oneOf": [{**OBJECT, "minProperties": i} for i in range(1000)]},
+    ],
+    ids=["circle", "chain", "chain of allOf", "many"],
+)
+def test_proofs_that_would_take_hours_are_given_up(schema: dict[str, Any]) -> None:
+    with pytest.raises(SchemaError, match="use anyOf"):
+        reduced(schema)
+
+
+def test_long_unions_and_chains_pass_in_time() -> None:
+    """In time that grows with their size: 60,000 bytes would take minutes, and a front end's requests wait for it."""
+    kinds = {f"K{i}": tagged({"const": i}) for i in range(400)}
+    for schema in (
+        {"oneOf": [{"const": i} for i in range(4000)]},
+        {"oneOf": [ref(name) for name in kinds], "$defs": kinds},
+        {"$ref": "#/$defs/l0", "$defs": {f"l{i}": ref(f"l{i + 1}") for i in range(1500)} | {"l1500": STRING}},
+    ):
+        assert "oneOf" not in reduced(schema)
 
 
 def test_deep_schemas_are_refused_or_pass() -> None:

@@ -117,7 +117,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         for name, most in (*GRAMMAR_BYTES.items(), ("whitespace_pattern", MAX_WHITESPACE)):
             try:
                 value = getattr(self, name)
-                size = _size(value if name != "json" or value is None else self._schema())
+                size = _size(value if name != "json" or value is None else self._schema(suited=False))
             except UnicodeEncodeError:
                 _refuse(f"{at}.{name}", "must be valid Unicode")
             if name == "grammar" and value is not None and size <= most and is_ebnf(value):
@@ -147,10 +147,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         except EbnfError as error:
             _refuse("structured_outputs.grammar", str(error))
 
-    def _schema(self) -> str:
-        """The schema as text, as it is compiled."""
+    def _schema(self, *, suited: bool = True) -> str:
+        """The schema as text, as it is compiled, or if not `suited`, as it was meant."""
         try:
-            schema = reduced("" if self.json is None else self.json)
+            schema = reduced("" if self.json is None else self.json, suited=suited)
             jsonschema.spell_classes(schema, unicode=bool(self.unicode_classes))
             if self.disable_additional_properties:
                 jsonschema.close(schema)

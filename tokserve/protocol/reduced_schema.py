@@ -11,14 +11,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import msgspec
 
 from tokserve.protocol.jsonschema import Schema, inner_schemas, walk
 from tokserve.protocol.regex import DATES_AND_TIMES
-from tokserve.protocol.schema_logic import by_pointer, exclude_one_another, has_no_finite_value
+from tokserve.protocol.schema_logic import Exclusions, by_pointer, has_no_finite_value
 
 ANNOTATIONS = (
     "$comment",
@@ -114,10 +115,16 @@ class SchemaError(ValueError):
         super().__init__(f"cannot be used: {reason} (at #{pointer})" if pointer else reason)
 
 
-def reduced(schema: Schema | str) -> Schema:
-    """A copy of the schema, an object or its JSON text, that allows the same values.  Raises SchemaError."""
+def reduced(schema: Schema | str, *, suited: bool = True) -> Schema:
+    """A copy of the schema, an object or its JSON text, that allows the same values.  Raises SchemaError.
+
+    `suited`: written for the engine's library, which may make it longer.
+    """
     try:
-        return _reduced(_parsed(schema))
+        copy = _reduced(_parsed(schema))
+        if suited:
+            _suit_library(copy)
+        return copy
     except RecursionError:
         raise SchemaError("is nested too deeply") from None
 
@@ -148,14 +155,14 @@ def _reduced(root: Schema) -> Schema:
         _drop(schema)
         _check_shapes(pointer, schema)
     schemas = by_pointer(root)
+    exclusions, names_itself = Exclusions(schemas), any("$id" in schema for schema in schemas.values())
     for pointer, schema in schemas.items():
-        _check(pointer, schema, schemas)
+        _check(pointer, schema, names_itself)
         branches = schema.get("oneOf")
         if isinstance(branches, list):
-            _any_of(pointer, schema, branches, schemas)
+            _any_of(pointer, schema, branches, exclusions)
     if has_no_finite_value(by_pointer(root)):
         raise SchemaError("cannot be used: no finite value matches it, because what it demands contains itself")
-    _suit_library(root)
     return root
 
 
@@ -219,13 +226,16 @@ def _check_shapes(pointer: str, schema: Schema) -> None:
             raise SchemaError("a schema must be an object, true or false", inner)
 
 
-def _check(pointer: str, schema: Schema, schemas: dict[str, Any]) -> None:
-    """Raise for what cannot be enforced here."""
+def _check(pointer: str, schema: Schema, names_itself: bool) -> None:
+    """Raise for what cannot be enforced here.  `names_itself`: an `$id` may be what references name."""
     for name in UNSUPPORTED:
         if name in schema:
             raise SchemaError(f"{name} cannot be enforced", f"{pointer}/{name}")
+    for name in ("const", "enum"):
+        if name in schema:
+            _check_integers(schema[name], f"{pointer}/{name}")
     ref = schema.get("$ref")
-    if isinstance(ref, str) and not ref.startswith("#") and not any("$id" in other for other in schemas.values()):
+    if isinstance(ref, str) and not ref.startswith("#") and not names_itself:
         raise SchemaError("only references within the schema (#/...) are followed", f"{pointer}/$ref")
     for pattern in (schema.get("pattern"), *(_keys(schema.get("patternProperties")))):
         if isinstance(pattern, str) and LOOK_AROUND.search(pattern):
@@ -236,9 +246,9 @@ def _keys(value: Any) -> list[str]:
     return list(value) if isinstance(value, dict) else []
 
 
-def _any_of(pointer: str, schema: Schema, branches: list[Any], schemas: dict[str, Any]) -> None:
+def _any_of(pointer: str, schema: Schema, branches: list[Any], exclusions: Exclusions) -> None:
     """Write a oneOf as an anyOf, which it is if its branches exclude one another."""
-    if not exclude_one_another(branches, schemas):
+    if not exclusions.hold(branches):
         raise SchemaError(
             "a value may match several branches of a oneOf, and that cannot be excluded: use anyOf", f"{pointer}/oneOf"
         )
@@ -251,20 +261,17 @@ def _any_of(pointer: str, schema: Schema, branches: list[Any], schemas: dict[str
 
 def _suit_library(root: Schema) -> None:
     """Write what the engine's library takes in another way than JSON Schema does so that it takes it in the same way,
-    or more narrowly.  Raises SchemaError for values that it cannot write."""
-    schemas = dict(walk(root))
-    for pointer, schema in schemas.items():
-        for name in ("const", "enum"):
-            if name in schema:
-                _check_integers(schema[name], f"{pointer}/{name}")
+    or more narrowly."""
+    schemas = [schema for _, schema in walk(root)]
+    for schema in schemas:
         for names, sign in ((LOWER, 1), (UPPER, -1)):
             _round_bounds(schema, names, sign)
         _spell_format(schema)
     # the library merges schemas that describe one value, so that the bounds of any two may meet
-    ends = {sign: _bounds(schemas.values(), names, sign) for names, sign in ((LOWER, 1), (UPPER, -1))}
-    for schema in schemas.values():
-        for names, sign in ((LOWER, 1), (UPPER, -1)):
-            _open_bound(schema, names, sign, {-end for end in ends[-sign]})
+    for names, others, sign in ((LOWER, UPPER, 1), (UPPER, LOWER, -1)):
+        ends = sorted({sign * schema[n] for schema in schemas for n in others if _is_number(schema.get(n))})
+        for schema in schemas:
+            _open_bound(schema, names, sign, ends)
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:
@@ -308,12 +315,7 @@ def _spell_format(schema: Schema) -> None:
             schema["allOf"] = [*schema.get("allOf", ()), {"pattern": pattern}]
 
 
-def _bounds(schemas: Iterable[Schema], names: tuple[str, str], sign: int) -> set[float]:
-    """All bounds of a kind, times `sign`."""
-    return {sign * schema[name] for schema in schemas for name in names if _is_number(schema.get(name))}
-
-
-def _open_bound(schema: Schema, names: tuple[str, str], sign: int, ends: Iterable[float]) -> None:
+def _open_bound(schema: Schema, names: tuple[str, str], sign: int, ends: Sequence[float]) -> None:
     """Write a bound that is excluded as the number beside it, if it is an integer and another bound, farther from 0,
     comes before the next one: there the library includes it (more than 0 and at most 0.5 may be 0).  As in
     `_round_bounds`; `ends`: the bounds of the other kind, times `sign`."""
@@ -321,7 +323,8 @@ def _open_bound(schema: Schema, names: tuple[str, str], sign: int, ends: Iterabl
     value = schema.get(excluded)
     if not _is_number(value) or value % 1 or sign * value < 0:
         return
-    if not any(sign * value < end < sign * value + 1 for end in ends):
+    next_end = bisect_right(ends, sign * value)
+    if next_end == len(ends) or ends[next_end] >= sign * value + 1:
         return
     beside = sign * ABOVE_ZERO if value == 0 else value * (1 + PRECISION)
     del schema[excluded]

@@ -15,6 +15,7 @@ from tokserve.protocol.jsonschema import Schema, walk
 
 TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 STEPS = 32  # references, and branches within branches, that a proof goes through
+WORK = 20_000  # comparisons of two schemas, 10 microseconds each, in the front end's event loop
 
 Schemas = Mapping[str, Any]  # by their JSON pointers
 
@@ -30,27 +31,116 @@ def target_of(schema: Any, schemas: Schemas) -> Any:
     return schemas.get(unquote(ref[1:])) if isinstance(ref, str) and ref.startswith("#") else None
 
 
-def exclude_one_another(branches: Sequence[Any], schemas: Schemas) -> bool:
-    """Whether no value matches two of the branches, for certain."""
-    return all(_disjoint(first, second, schemas, STEPS) for first, second in combinations(branches, 2))
+class Exclusions:
+    """Proofs that no value matches two of several schemas.
+
+    A schema may name others twice, and itself: what was found is kept, and all proofs together may take `WORK`
+    comparisons.  Beyond that, and deeper than `STEPS`, nothing is proved.
+    """
+
+    def __init__(self, schemas: Schemas) -> None:
+        self._schemas = schemas
+        self._work = WORK
+        self._kinds: dict[int, frozenset[str]] = {}  # by the identity of a schema
+        self._known: dict[tuple[int, int], bool] = {}
+
+    def hold(self, branches: Sequence[Any]) -> bool:
+        """Whether no value matches two of these schemas, for certain."""
+        targets = [self._followed(branch) for branch in branches]
+        if _are_apart([_values(target) if isinstance(target, dict) else None for target in targets]):
+            return True
+        if self._are_tagged(targets):
+            return True
+        return all(self._disjoint(first, second, STEPS) for first, second in combinations(branches, 2))
+
+    def _followed(self, schema: Any) -> Any:
+        """What a schema refers to."""
+        for _ in range(STEPS):
+            target = target_of(schema, self._schemas) if isinstance(schema, dict) else None
+            if target is None:
+                break
+            schema = target
+        return schema
+
+    def _are_tagged(self, schemas: Sequence[Any]) -> bool:
+        """Whether all are objects, and one property that all demand is another constant in each."""
+        if not all(isinstance(schema, dict) and self._types(schema, STEPS) == {"object"} for schema in schemas):
+            return False
+        tags = [_tags(schema) for schema in schemas]
+        shared = set.intersection(*(set(own) for own in tags)) if tags else set()
+        return any(_are_apart([_values(self._followed(own[name])) for own in tags]) for name in shared)
+
+    def _disjoint(self, first: Any, second: Any, steps: int) -> bool:
+        """Whether no value matches both."""
+        if first is False or second is False:
+            return True
+        if not isinstance(first, dict) or not isinstance(second, dict) or not steps:
+            return False
+        pair = (id(first), id(second))
+        if pair in self._known:
+            return self._known[pair]
+        self._work -= 1
+        if self._work < 0:
+            return False
+        self._known[pair] = False  # where a proof needs itself
+        self._known[pair] = self._compared(first, second, steps)
+        return self._known[pair]
+
+    def _compared(self, first: Schema, second: Schema, steps: int) -> bool:
+        if not self._types(first, steps) & self._types(second, steps):
+            return True
+        for one, other in ((first, second), (second, first)):
+            for branches in _branches(one, self._schemas):
+                if all(self._disjoint(branch, other, steps - 1) for branch in branches):
+                    return True
+        values = _values(first), _values(second)
+        if values[0] is not None and values[1] is not None:
+            return not values[0] & values[1]
+        return self._differ_in_a_property(first, second, steps)
+
+    def _types(self, schema: Any, steps: int) -> frozenset[str]:
+        """The types that values may have, integers and other numbers apart."""
+        if schema is False:
+            return frozenset()
+        if not isinstance(schema, dict) or not steps:
+            return TYPES
+        if id(schema) in self._kinds:
+            return self._kinds[id(schema)]
+        self._kinds[id(schema)] = TYPES  # where it contains itself
+        kinds = schema.get("type", list(TYPES))
+        types = frozenset(kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str))
+        if "number" in types:
+            types |= {"integer"}
+        values = (
+            schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else None
+        )
+        if values is not None:
+            types &= {kind for value in values for kind in _types_of(value)}
+        for branches in _branches(schema, self._schemas):
+            types &= frozenset[str]().union(*(self._types(branch, steps - 1) for branch in branches))
+        self._kinds[id(schema)] = types
+        return types
+
+    def _differ_in_a_property(self, first: Schema, second: Schema, steps: int) -> bool:
+        """Whether both are objects, and one that both demand cannot match both: a discriminator."""
+        if any(self._types(schema, steps) != {"object"} for schema in (first, second)):
+            return False
+        one, other = _tags(first), _tags(second)
+        return any(self._disjoint(one[name], other[name], steps - 1) for name in one.keys() & other.keys())
 
 
-def _disjoint(first: Any, second: Any, schemas: Schemas, steps: int) -> bool:
-    """Whether no value matches both."""
-    if first is False or second is False:
-        return True
-    if not isinstance(first, dict) or not isinstance(second, dict) or not steps:
-        return False
-    if not _types(first, schemas, steps) & _types(second, schemas, steps):
-        return True
-    for one, other in ((first, second), (second, first)):
-        for branches in _branches(one, schemas):
-            if all(_disjoint(branch, other, schemas, steps - 1) for branch in branches):
-                return True
-    values = _values(first), _values(second)
-    if values[0] is not None and values[1] is not None:
-        return not values[0] & values[1]
-    return _differ_in_a_property(first, second, schemas, steps)
+def _tags(schema: Schema) -> dict[str, Any]:
+    """The properties that an object must have, with their schemas."""
+    properties = schema.get("properties")
+    if not isinstance(properties, dict):
+        return {}
+    return {name: properties[name] for name in _names(schema.get("required")) if name in properties}
+
+
+def _are_apart(values: Sequence[frozenset[str] | None]) -> bool:
+    """Whether these are sets that have no member in common."""
+    known = [each for each in values if each is not None]
+    return len(known) == len(values) and sum(map(len, known)) == len(frozenset[str]().union(*known))
 
 
 def _branches(schema: Schema, schemas: Schemas) -> Iterator[list[Any]]:
@@ -65,26 +155,6 @@ def _branches(schema: Schema, schemas: Schemas) -> Iterator[list[Any]]:
         yield from ([part] for part in schema["allOf"])
 
 
-def _types(schema: Any, schemas: Schemas, steps: int) -> frozenset[str]:
-    """The types that values may have, integers and other numbers apart."""
-    if schema is False:
-        return frozenset()
-    if not isinstance(schema, dict) or not steps:
-        return TYPES
-    kinds = schema.get("type", list(TYPES))
-    types = frozenset(kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str))
-    if "number" in types:
-        types |= {"integer"}
-    values = (
-        schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else None
-    )
-    if values is not None:
-        types &= {kind for value in values for kind in _types_of(value)}
-    for branches in _branches(schema, schemas):
-        types &= frozenset[str]().union(*(_types(branch, schemas, steps - 1) for branch in branches))
-    return types
-
-
 def _types_of(value: Any) -> tuple[str, ...]:
     if isinstance(value, bool):
         return ("boolean",)
@@ -94,8 +164,10 @@ def _types_of(value: Any) -> tuple[str, ...]:
     return (kinds[type(value)],)
 
 
-def _values(schema: Schema) -> frozenset[str] | None:
+def _values(schema: Any) -> frozenset[str] | None:
     """The only values that match, as text; None: there may be any."""
+    if not isinstance(schema, dict):
+        return None
     if "const" in schema:
         return frozenset({_written(schema["const"])})
     return frozenset(map(_written, schema["enum"])) if isinstance(schema.get("enum"), list) else None
@@ -107,17 +179,6 @@ def _written(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _differ_in_a_property(first: Schema, second: Schema, schemas: Schemas, steps: int) -> bool:
-    """Whether both are objects, and one that both demand cannot match both: a discriminator."""
-    if any(_types(schema, schemas, steps) != {"object"} for schema in (first, second)):
-        return False
-    one, other = first.get("properties"), second.get("properties")
-    if not isinstance(one, dict) or not isinstance(other, dict):
-        return False
-    shared = {*_names(first.get("required"))} & {*_names(second.get("required"))} & one.keys() & other.keys()
-    return any(_disjoint(one[name], other[name], schemas, steps - 1) for name in shared)
-
-
 def _names(value: Any) -> list[str]:
     return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
 
@@ -125,22 +186,25 @@ def _names(value: Any) -> list[str]:
 def has_no_finite_value(schemas: Schemas) -> bool:
     """Whether every value of the root contains another of its like, without an end."""
     finite: set[str] = set()
-    order = list(schemas)[::-1]  # inner ones first
-    while True:
-        new = {pointer for pointer in order if pointer not in finite and _ends(pointer, schemas, finite)}
-        if "" in new:
-            return False
-        if not new:
-            return True
-        finite |= new
+    waiting: dict[str, list[str]] = {}  # schemas, by the one that was not known to be finite
+    pending = list(schemas)  # inner ones are at the end, and taken first
+    while pending:
+        pointer = pending.pop()
+        if pointer not in finite and _ends(pointer, schemas, finite, waiting):
+            finite.add(pointer)
+            pending += waiting.pop(pointer, ())
+    return "" not in finite
 
 
-def _ends(pointer: str, schemas: Schemas, finite: set[str]) -> bool:
-    """Whether some value of this schema is finite, if those of the schemas in `finite` are."""
+def _ends(pointer: str, schemas: Schemas, finite: set[str], waiting: dict[str, list[str]]) -> bool:
+    """Whether some value of this schema is finite, if those of the schemas in `finite` are; notes what it waits for."""
     schema = schemas[pointer]
 
     def ends(inner: str) -> bool:
-        return inner in finite or inner not in schemas
+        known = inner in finite or inner not in schemas
+        if not known:
+            waiting.setdefault(inner, []).append(pointer)
+        return known
 
     ref = schema.get("$ref")
     if isinstance(ref, str) and ref.startswith("#") and not ends(unquote(ref[1:])):
