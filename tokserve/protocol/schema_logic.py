@@ -67,8 +67,8 @@ class Exclusions:
         if not all(isinstance(schema, dict) and self._types(schema, STEPS) == {"object"} for schema in schemas):
             return False
         tags = [_tags(schema) for schema in schemas]
-        shared = set.intersection(*(set(own) for own in tags)) if tags else set()
-        return any(_are_apart([_values(self._followed(own[name])) for own in tags]) for name in shared)
+        shared = set.intersection(*(set(named) for named in tags)) if tags else set()
+        return any(_are_apart([_values(self._followed(named[name])) for named in tags]) for name in shared)
 
     def _disjoint(self, first: Any, second: Any, steps: int) -> bool:
         """Whether no value matches both."""
@@ -139,7 +139,7 @@ def _tags(schema: Schema) -> dict[str, Any]:
 
 def _are_apart(values: Sequence[frozenset[str] | None]) -> bool:
     """Whether these are sets that have no member in common."""
-    known = [each for each in values if each is not None]
+    known = [constants for constants in values if constants is not None]
     return len(known) == len(values) and sum(map(len, known)) == len(frozenset[str]().union(*known))
 
 
