@@ -263,7 +263,7 @@ def test_proofs_that_would_take_hours_are_given_up(schema: dict[str, Any]) -> No
 
 
 def test_long_unions_and_chains_pass_in_time() -> None:
-    """In time that grows with their size: 60,000 bytes would take minutes, and a front end's requests wait for it."""
+    """All requests of a front end wait for it; in quadratic time, these would take it minutes."""
     kinds = {f"K{i}": tagged({"const": i}) for i in range(400)}
     for schema in (
         {"oneOf": [{"const": i} for i in range(4000)]},
