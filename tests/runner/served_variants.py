@@ -146,8 +146,8 @@ def main() -> None:
 
 def served(options: dict[str, Any]) -> tuple[set[str], set[str]]:
     """What a start asks for, and what serving asks for beyond it."""
-    family = options.pop("family", "qwen3")
-    kinds = ["full_attention"] if family == "qwen3" else ["linear_attention", "full_attention"]
+    family, budget = options.pop("family", "qwen3"), options.pop("max_num_batched_tokens", 256)
+    kinds = ["linear_attention", "full_attention"] if family == "qwen3_5_text" else ["full_attention"]
     with tempfile.TemporaryDirectory() as path:
         hf = tiny_config(family, num_hidden_layers=len(kinds), vocab_size=5008, max_position_embeddings=4096)
         hf |= {"layer_types": kinds} if "layer_types" in hf else {}
@@ -158,7 +158,7 @@ def served(options: dict[str, Any]) -> tuple[set[str], set[str]]:
             max_model_len=300,
             block_size=64,
             dtype="bfloat16",
-            max_num_batched_tokens=256,
+            max_num_batched_tokens=budget,
             **options,
         )
     start, adapters = set(noted), 2 if "enable_lora" in options else 0

@@ -111,7 +111,6 @@ def test_experts_that_depend_on_the_batch_are_detected(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(ops, "experts", by_their_number)
     assert exactness.unequal_products(model) == ["experts"]
-    assert exactness.unequal_products(model, experts=False) == []
 
 
 def test_rows_in_another_order_are_asked(model: Decoder) -> None:

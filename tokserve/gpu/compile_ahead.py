@@ -18,9 +18,9 @@ from tokserve.runner import exactness
 
 def launch_all(model: Decoder, kv: Pages, batches: Iterable[ForwardBatch]) -> None:
     """Launch products and attention of all shapes, steps of these batches, and the sampling of most requests."""
-    exactness.unequal_products(model, experts=False)  # rows are sorted by computed experts
+    exactness.unequal_products(model)
     exactness.unequal_attention(model, kv)
-    if model.implementation == "tokserve" and not model.spec.has_experts:
+    if model.implementation == "tokserve":
         for batch in batches:
             model.forward(batch)
     one = torch.ones(1, device=ops.torch_device)
@@ -30,6 +30,12 @@ def launch_all(model: Decoder, kv: Pages, batches: Iterable[ForwardBatch]) -> No
         ops.sample_fused(logits, number, number, greedy, temperature, temperature is not None, k)
         ops.logprobs(logits, number, max(0, k), None, temperature)
     ops.sample(ops.filter_logits(logits, one.int(), one, one), number, number, greedy)
+
+
+def token_counts(max_tokens: int) -> list[int]:
+    """Numbers of tokens of a step for which a mixture's kernels are compiled: experts get a share, whose size decides
+    on their tiles."""
+    return sorted({min(1 << bits, max_tokens) for bits in range(6, max_tokens.bit_length() + 1)})
 
 
 def row_counts(max_rows: int) -> list[int]:

@@ -72,7 +72,8 @@ class CudaBackend:
         candidates.use(candidates.selected(config.options_of(GpuOptions).gpu_candidates, gpu_name()))
         self._max_rows = config.scheduler.rows
         self._max_model_len = max_model_len
-        self._max_tokens = min(config.scheduler.token_budget, max_model_len)  # of one prompt in a step
+        self._budget = config.scheduler.token_budget
+        self._max_tokens = min(self._budget, max_model_len)  # of one prompt in a step
         self._is_alone = ranks.size == 1
         has_states = any(isinstance(spec, StateSpec) for spec in specs)
         if draft is not None and has_states and not draft.ahead:
@@ -128,6 +129,9 @@ class CudaBackend:
             for rows in compile_ahead.row_counts(self._max_rows)
             for tokens in (rows, rows + 1)
         ]
+        if model.spec.has_experts:
+            counts = compile_ahead.token_counts(self._budget)
+            batches += [_batch_in_one_page(tokens, -(-tokens // self._max_tokens), width, kv) for tokens in counts]
         failures: tuple[type[Exception], ...] = (RuntimeError, OSError, SubprocessError, *kernel_errors())
         try:
             with torch.inference_mode(), compiling:

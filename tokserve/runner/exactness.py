@@ -30,17 +30,16 @@ Check = Callable[[], bool]
 Product = Callable[[Tensor, Tensor], Tensor]  # of rows [n, inputs], and the adapter [n] int32 of each
 
 
-def unequal_products(model: Decoder, *, experts: bool = True) -> list[str]:
+def unequal_products(model: Decoder) -> list[str]:
     """Names of the checks of `product_checks` that fail."""
-    return [name for name, is_equal in product_checks(model, experts=experts) if not is_equal()]
+    return [name for name, is_equal in product_checks(model) if not is_equal()]
 
 
-def product_checks(model: Decoder, *, experts: bool = True) -> list[tuple[str, Check]]:
+def product_checks(model: Decoder) -> list[tuple[str, Check]]:
     """Whether the rows of a product depend on how many there are and in which order: of the projections, of layers with
     experts, of the head, and of what adapters add to a projection; and whether a gate depends on being fused.
 
-    Of projections of one name and size, and of layers with experts of one spec, the first is checked.  `experts` False
-    leaves those out: which rows an expert multiplies is computed.
+    Of projections of one name and size, and of layers with experts of one spec, the first is checked.
     """
     linears: dict[tuple[str, int, int], Linear] = {}
     for path, linear in model.named_linears().items():
@@ -50,7 +49,7 @@ def product_checks(model: Decoder, *, experts: bool = True) -> list[tuple[str, C
         (name, partial(is_batch_invariant, _plain(linear), linear.inputs, linear.dtype)) for name, linear in named
     ]
     checks += [(f"the gate of {name}", partial(_gates_alike, linear)) for name, linear in named]
-    if experts and model.implementation == "tokserve":
+    if model.implementation == "tokserve":
         specs = [model.spec.blocks[number].mlp for number in model.numbers]
         kinds = {spec: block.mlp for spec, block in zip(specs, model.blocks, strict=True) if spec.has_experts}
         checks += [
