@@ -177,6 +177,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "falcon_h1": (
+        "FalconH1ForCausalLM",
+        {
+            "mamba_d_ssm": 80,
+            "mamba_n_heads": 5,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 24,
+            "mamba_chunk_size": 16,
+            "num_hidden_layers": 2,
+            "key_multiplier": 0.8,
+            "attention_in_multiplier": 1.1,
+            "attention_out_multiplier": 0.9,
+            "ssm_in_multiplier": 1.25,
+            "ssm_out_multiplier": 0.7,
+            "ssm_multipliers": [0.7, 1.3, 0.8, 0.9, 1.2],
+            "mlp_multipliers": [0.9, 0.6],
+            "embedding_multiplier": 4.0,
+            "lm_head_multiplier": 0.8,
+        },
+    ),
     "nemotron_h": (
         "NemotronHForCausalLM",
         {

@@ -123,7 +123,7 @@ def write_checkpoint(directory: Path, hf: Mapping[str, Any], *, seed: int = 0, s
     named = {name: tensor.to(dtype) for name, tensor in tensors(parameters, seed)}
     if spec.vision is not None:
         named = _as_released(named, spec)
-    if isinstance(spec, EncoderSpec) or any(old.startswith("backbone.") for old, _ in spec.renames):
+    if isinstance(spec, EncoderSpec) or any(new.startswith("model.layers.0.") for _, new in spec.renames):
         named = {_stored_name(name, spec): tensor for name, tensor in named.items()}
     if shards == 1:
         save_file(named, directory / SINGLE, metadata={"format": "pt"})

@@ -25,7 +25,7 @@ from tokserve.rl import TokserveClient
 
 pytestmark = [pytest.mark.usefixtures("engine_threads"), pytest.mark.slow]
 
-FAMILIES = ("bamba", "nemotron_h", "mamba2")
+FAMILIES = ("bamba", "falcon_h1", "nemotron_h", "mamba2")
 TOLERANCE = 3e-4  # of logprobs, beside transformers: what a head reads is divided by its norm
 
 

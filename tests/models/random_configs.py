@@ -103,6 +103,11 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
     elif family == "bamba":
         hf |= {"mamba_d_head": "auto", "mamba_n_groups": (groups := rng.choice((1, 2)))}
         hf["mamba_n_heads"] = groups * rng.choice((1, 2))
+    elif family == "falcon_h1":
+        hf["mamba_n_heads"] = hf["mamba_d_ssm"] // (dim := rng.choice((8, 16, 20)))
+        hf |= {"mamba_d_head": rng.choice((dim, "auto")), "mamba_conv_bias": rng.random() < 0.5}
+        hf |= {"attention_in_multiplier": 1.0} if hf.get("attention_bias") else {}
+        hf |= {"mlp_multipliers": [1.0, 0.5]} if hf.get("mlp_bias") else {}
     elif family == "nemotron_h":
         hf["mamba_num_heads"] = (groups := rng.choice((1, 2))) * rng.choice((1, 2, 3))
         hf |= {"n_groups": groups, "conv_kernel": rng.choice((2, 4)), "use_bias": rng.random() < 0.5}
@@ -121,7 +126,7 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
     if any(name in hf for name in COUNTS):
         _experts(rng, hf)
     else:
-        only_silu = "linear_num_key_heads" in hf or family in ("bamba", "mamba2", "nemotron_h")
+        only_silu = "linear_num_key_heads" in hf or family in ("bamba", "mamba2", "nemotron_h", "falcon_h1")
         for name in () if only_silu else ("hidden_act", "hidden_activation"):
             if name in hf and rng.random() < 0.5:
                 hf[name] = rng.choice(ACTIVATIONS)

@@ -30,7 +30,7 @@ FAMILIES = [
     "lfm2",
     *(
         pytest.param(name, marks=pytest.mark.slow)
-        for name in ("qwen3_next", "qwen3_5_text", "bamba", "nemotron_h", "mamba2")
+        for name in ("qwen3_next", "qwen3_5_text", "bamba", "nemotron_h", "mamba2", "falcon_h1")
     ),
 ]
 PROMPT = [(7 * i * i + 3 * i) % 320 for i in range(90)]

@@ -79,8 +79,9 @@ class BlockSpec:
 
     `parallel`: the MLP is given what attention is given, and both are added to the residual stream.
     `attention` may be a layer with a recurrent state in its place.  With a `NoMLPSpec` the layer adds what comes of
-    attention alone.  `residual_multiplier`: of what is added to the stream.  `mlp_name`, `attention_name`: of their
-    modules in a checkpoint.
+    attention alone; if it is `parallel` too, the next layer's attention is given what its own is given.
+    `residual_multiplier`: of what is added to the stream.  `mlp_name`, `attention_name`: of their modules in a
+    checkpoint.
     """
 
     attention: MixerSpec

@@ -296,6 +296,8 @@ class Decoder:
                 x = mixed
             else:
                 x, residual = block.mlp_norm.add(mixed, residual, block.residual_multiplier)
+            if block.parallel and not block.has_mlp:
+                continue  # the next layer is beside this one
             x = block.mlp(x, batch.adapters if logits_rows is None else logits_rows.adapters, batch.routed)
             if batch.added is not None and layer < len(added):
                 x.index_add_(0, batch.added[0], added[layer].to(x.dtype))

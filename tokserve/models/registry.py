@@ -36,6 +36,7 @@ ARCHITECTURES = {
     "Ernie4_5_MoeForCausalLM": "tokserve.families.mixtures.small_moe:ernie4_5_moe",
     "Exaone4ForCausalLM": "tokserve.models.dense.llama:exaone4",
     "ExaoneForCausalLM": "tokserve.models.dense.llama:exaone",
+    "FalconH1ForCausalLM": "tokserve.families.state_space.falcon:falcon_h1",
     "FlexOlmoForCausalLM": "tokserve.families.mixtures.small_moe:flex_olmo",
     "Gemma2ForCausalLM": "tokserve.models.dense.gemma:gemma2",
     "Gemma3ForCausalLM": "tokserve.models.dense.gemma:gemma3",
@@ -98,7 +99,6 @@ ENCODERS = {  # by family
 }
 # Architectures with layers that are neither attention nor one of the recurrent kinds built in.
 RECURRENT = {
-    "FalconH1ForCausalLM",
     "FalconMambaForCausalLM",
     "JambaForCausalLM",
     "KimiLinearForCausalLM",
@@ -119,7 +119,7 @@ def refuse_recurrent(hf: Mapping[str, Any]) -> None:
     for name in ConfigReader(hf).texts("architectures"):
         if name in RECURRENT:
             built_in = ", ".join(
-                one for one, place in ARCHITECTURES.items() if ".hybrid:" in place or ".single:" in place
+                one for one, place in ARCHITECTURES.items() if "recurrent" in place or "state_space" in place
             )
             raise StartError(
                 f"architecture {name} is not supported: its recurrent layers are of a kind that is not built in, and "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from tokserve import ops
@@ -18,13 +19,17 @@ from tokserve.layers.parameter import Parameter
 from tokserve.layers.rope import NO_ROPE, RopeSpec
 from tokserve.protocol.kv_spec import StateSpec, dtype_name
 
+# With this epsilon a norm divides all rows by its root, so that it is the product with a vector.
+OUTWEIGHS = 2.0**80
+
 
 @dataclass(frozen=True, slots=True)
 class StateSpaceSpec(RecurrentSpec):
     """`heads` of `dim` elements in `groups` that share their B and C of `size` elements.
 
     `taps`: of the convolution; `conv_bias`, `bias`: whether it and the projections have biases.  `norm_size`: outputs
-    that are normalized together.  `limits`: of a step's size.
+    that are normalized together; 0: there is no norm.  `limits`: of a step's size.  `multipliers`: of the parts that
+    are projected, gates, inputs, B, C and steps; empty: there are none.
     """
 
     heads: int
@@ -37,6 +42,7 @@ class StateSpaceSpec(RecurrentSpec):
     conv_bias: bool = True
     bias: bool = False
     limits: tuple[float, float] = (0.0, float("inf"))
+    multipliers: tuple[float, ...] = ()
     rope: RopeSpec = NO_ROPE
 
     @property
@@ -60,11 +66,16 @@ class StateSpace(Recurrent):
     a_log: Tensor  # [heads] float32
     dt_bias: Tensor  # [heads] float32
     skip: Tensor  # [heads] float32
-    norm_weight: Tensor  # [heads * dim] float32
+    norm_weight: Tensor | None = None  # [heads * dim] float32
+    multipliers: Tensor | None = None  # [outputs of the first projection] float32
 
     def __init__(self, hidden: int, spec: StateSpaceSpec, options: LayerOptions) -> None:
         self.spec, self.dtype = spec, options.dtype
         outputs = spec.inner + spec.channels + spec.heads
+        if spec.multipliers:
+            sizes = torch.tensor([spec.inner, spec.inner, *[spec.groups * spec.size] * 2, spec.heads])
+            vector = torch.tensor(spec.multipliers).repeat_interleave(sizes) * OUTWEIGHS**0.5
+            self.multipliers = vector.to(ops.torch_device)
         self.project = Linear(hidden, {"in_proj": outputs}, options, bias=spec.bias)
         self.conv = Convolution(spec.channels, spec.taps, options.dtype, bias=spec.conv_bias)
         self.out = Linear(spec.inner, {"out_proj": hidden}, options, bias=spec.bias)
@@ -73,7 +84,8 @@ class StateSpace(Recurrent):
         parameters = {f"conv1d.{name}": parameter for name, parameter in self.conv.parameters().items()}
         for name, attribute in (("A_log", "a_log"), ("dt_bias", "dt_bias"), ("D", "skip")):
             parameters[name] = self._vector(attribute, self.spec.heads)
-        parameters["norm.weight"] = self._vector("norm_weight", self.spec.inner)
+        if self.spec.norm_size:
+            parameters["norm.weight"] = self._vector("norm_weight", self.spec.inner)
         return parameters
 
     def kv_spec(self) -> StateSpec:
@@ -91,6 +103,8 @@ class StateSpace(Recurrent):
     ) -> Tensor:  # [T, heads * dim]
         spec, (x,), (ring, memory) = self.spec, projected, kept
         low, high = spec.limits
+        if self.multipliers is not None:
+            x = ops.rms_norm(x, self.multipliers, OUTWEIGHS)
         return ops.scan_states(
             x,
             self.conv.weight,
@@ -99,7 +113,7 @@ class StateSpace(Recurrent):
             self.dt_bias,
             self.skip,
             self.norm_weight,
-            spec.norm_size,
+            spec.norm_size or spec.inner,
             spec.eps,
             low,
             high,
