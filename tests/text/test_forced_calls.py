@@ -182,6 +182,46 @@ def test_whatever_the_grammar_takes_is_read_back(compilers: dict[str, Compiler],
     assert seen
 
 
+CONSTANTS = {
+    "f": {
+        "properties": {
+            "a": {"type": "string", "enum": ["x", None, 5, "true"]},
+            "b": {"type": ["integer", "null"], "enum": ["x", None, 5, 5.5, True]},
+        },
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+}
+
+
+@pytest.mark.parametrize("form", [form for form, text in WRITTEN.items() if CALL not in text and ARGUMENTS not in text])
+def test_constants_are_of_the_type_of_their_parameter(compilers: dict[str, Compiler], form: str) -> None:
+    compiled = compilers["added"].compile(grammar(form, "added", CONSTANTS, max_calls=1))
+    for seed in range(4):
+        state, chance, tokens = Matcher(compiled, ends=True), random.Random(seed), []
+        while 0 not in (
+            allowed := np.flatnonzero(np.unpackbits(state.bits.view(np.uint8), bitorder="little")).tolist()
+        ):
+            tokens.append(chance.choice(allowed))
+            state.advance(tokens[-1])
+        parser = Parser(OutputFormat(named(TOOL_FORMATS, form), functions=CONSTANTS, exact=True))
+        segments = parser.push(backend("added").decode(tokens, skip_special_tokens=False), final=True)
+        arguments = json.loads("".join(part for kind, part in segments if kind == "arguments"))
+        assert arguments["a"] in ("x", "true") and arguments["b"] in (None, 5), arguments
+
+
+def test_constants_that_are_all_of_another_type_are_no_grammar() -> None:
+    functions = {"f": {"properties": {"a": {"type": "string", "const": 5}}}}
+    with pytest.raises(tool_grammars.NotExpressible, match="of another type"):
+        grammar("qwen3_coder", "added", functions)
+
+
+@pytest.mark.parametrize("name", ["under", "u_1.b-c", "\u00fcber", "a\u0301", "\u07ad"])
+def test_names_that_no_schema_has_are_ones_that_are_read_back(compilers: dict[str, Compiler], name: str) -> None:
+    calls = grammar("pythonic", "added", {"f": {"properties": {}, "additionalProperties": True}}, max_calls=1)
+    assert follows(compilers["added"], "added", calls, f"[f({name}=1)]") == name.isascii()
+
+
 NESTED: dict[str, Any] = {
     "properties": {
         "to": {"type": "string"},

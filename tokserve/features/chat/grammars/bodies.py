@@ -27,7 +27,7 @@ from tokserve.features.chat.output_format import ToolFormat
 from tokserve.text.tokenizer import Tokenizer
 
 _NAME = re.compile(r"[\w.:-]+")
-ANY_NAME = r"/[\w.-]+/"  # of a parameter that no schema names
+ANY_NAME = "/[A-Za-z0-9_.-]+/"  # of a parameter that no schema names; other letters are not read back in all forms
 NO_TEXT = ["number", "boolean", "null", "array", "object"]
 NUMBER = "/[0-9]{1,3}/"  # of a call, in an id
 PYTHON = {True: "True", False: "False", None: "None"}

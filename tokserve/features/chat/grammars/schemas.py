@@ -40,9 +40,25 @@ class Schema(msgspec.Struct):
 def parse_schema(schema: Any, name: str) -> Schema:
     """A schema of the function `name`.  Raises NotExpressible."""
     try:
-        return msgspec.convert(schema, Schema)
+        parsed = msgspec.convert(schema, Schema)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise NotExpressible(f"the parameters of {name!r} are not a JSON schema: {error}") from None
+    values = parsed.values()
+    if values is not None and "type" in schema:
+        kinds = parsed.type if isinstance(parsed.type, list) else [parsed.type]
+        parsed.enum, parsed.const = [value for value in values if _is_of(value, kinds)], UNSET
+        if values and not parsed.enum:
+            raise NotExpressible(f"the parameters of {name!r} have constants of another type than their own")
+    return parsed
+
+
+def _is_of(value: Any, kinds: list[str]) -> bool:
+    """Whether a constant is of one of these types of JSON Schema."""
+    if isinstance(value, bool):
+        return "boolean" in kinds
+    if isinstance(value, int | float):
+        return "number" in kinds or ("integer" in kinds and value % 1 == 0)
+    return {type(None): "null", str: "string", list: "array", dict: "object"}[type(value)] in kinds
 
 
 def named_properties(schema: dict[str, Any], name: str) -> Schema:
