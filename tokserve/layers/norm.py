@@ -19,12 +19,14 @@ from tokserve.layers.places import VectorPlace
 @dataclass(frozen=True, slots=True)
 class NormSpec:
     """`kind`: "rms" divides by the root mean square; "layer" subtracts the mean first, and may add a `bias`.  `offset`:
-    what is added to the stored weight; 1 in families that store the difference from 1."""
+    what is added to the stored weight; 1 in families that store the difference from 1.  `learned` False: of "layer",
+    there is no weight."""
 
     eps: float
     offset: float = 0.0
     kind: Literal["rms", "layer"] = "rms"
     bias: bool = False
+    learned: bool = True
 
 
 class NoNorm:
@@ -82,11 +84,14 @@ class LayerNorm(RMSNorm):
 
     def __init__(self, size: int, spec: NormSpec, dtype: torch.dtype) -> None:
         super().__init__(size, spec, dtype)
+        self.learned = spec.learned
+        if not spec.learned:
+            self.weight = torch.ones(size, dtype=self.dtype, device=ops.torch_device)
         self.bias = torch.zeros(size, dtype=self.dtype, device=ops.torch_device) if spec.bias else None
 
     def parameters(self) -> dict[str, Parameter]:
-        """`weight` and, if there is one, `bias`."""
-        parameters = super().parameters()
+        """`weight` and `bias`, where there are such."""
+        parameters = super().parameters() if self.learned else {}
         if self.bias is not None:
             parameters["bias"] = Parameter((self.size,), self.load_bias, self.dtype, places=self._bias_places)
         return parameters

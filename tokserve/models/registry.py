@@ -65,6 +65,7 @@ ARCHITECTURES = {
     "MixtralForCausalLM": "tokserve.families.mixtures.moe:mixtral",
     "NemotronForCausalLM": "tokserve.models.dense.stablelm:nemotron",
     "NemotronHForCausalLM": "tokserve.families.state_space.single:nemotron_h",
+    "OlmoForCausalLM": "tokserve.models.dense.olmo:olmo",
     "Olmo2ForCausalLM": "tokserve.models.dense.olmo:olmo2",
     "Olmo3ForCausalLM": "tokserve.models.dense.olmo:olmo3",
     "OlmoeForCausalLM": "tokserve.families.mixtures.small_moe:olmoe",

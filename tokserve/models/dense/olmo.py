@@ -1,4 +1,7 @@
-"""OLMo 2 and 3: norms after attention and MLP, not before; norms over all query and all key heads of a token."""
+"""OLMo 1, whose norms have no weights.
+
+OLMo 2 and 3 have norms after attention and MLP, not before, and norms over all query and all key heads of a token.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,16 @@ from tokserve.models.spec import dense, head_size, layer_windows, window_size
 
 MAX_POSITION = 2048
 THETA = 500000.0  # of OLMo 3, where the config gives none
+
+
+def olmo(hf: Mapping[str, Any]) -> DecoderSpec:
+    """OLMo 1 without clipped queries, keys and values."""
+    fields = ConfigReader(hf)
+    if fields.present("clip_qkv"):
+        raise fields.unsupported("clip_qkv", "is not built in")
+    bias = fields.flag("attention_bias")
+    norm = NormSpec(1e-5, kind="layer", learned=False)
+    return dense(fields, max_position=MAX_POSITION, qkv_bias=bias, out_bias=bias, norm=norm)
 
 
 def olmo2(hf: Mapping[str, Any]) -> DecoderSpec:
