@@ -29,6 +29,7 @@ from tests.ops.samples.wna16 import weights as integer_weights
 from tokserve import ops
 from tokserve.gpu import candidates
 from tokserve.gpu.kernels import attention, launch, wna16
+from tokserve.gpu.kernels.products import by_tma, early
 from tokserve.gpu.kernels.ranks.exchange import Inboxes
 from tokserve.gpu.peers import CAPACITY, PROGRAMS, PeerGroup
 from tokserve.ops import registry
@@ -307,7 +308,7 @@ def gradient_calls(call: dict[str, Any], *, wide_heads: bool) -> None:
         call["attention_gradients"](q, q, k, k, *tree, 0.1, window, softcap)
 
 
-def candidate_calls() -> None:
+def candidate_calls(*, has_float8: bool) -> None:
     """What candidates change, with all of them in use: attention of a step of an 8B model, of one with a float8 cache,
     with heads of 256 and with 8 heads to a KV head; of prompts; products of 256 rows with two chains, one, and a gate;
     of 600, and of one; a mixture."""
@@ -317,7 +318,7 @@ def candidate_calls() -> None:
     batch = torch.zeros(rows, 64, dtype=INT), torch.zeros(rows + 1, dtype=INT), torch.zeros(rows, dtype=INT)
     for heads, kv_heads, dim, dtype in (
         (32, 8, 128, BF16),
-        (32, 8, 128, torch.float8_e4m3fn),
+        *([(32, 8, 128, torch.float8_e4m3fn)] if has_float8 else []),
         (8, 4, 256, BF16),
         (64, 8, 128, BF16),
     ):
@@ -346,7 +347,7 @@ def candidate_calls() -> None:
         call["linear"](row, packed, None)
     call["gated_linear"](row, packed, None, "silu")
     values, scales = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn), torch.empty(32, 4096)
-    for group in (4096, 128):
+    for group in (4096, 128) if has_float8 else ():
         call["linear_float8"](x, ops.PackedFloat8(4096, 4096, values, scales[: 4096 // group], group), None)
 
 
@@ -492,7 +493,8 @@ if __name__ == "__main__":
     number = int(target.removeprefix("sm_"))
     if sys.argv[2:] == ["candidates"]:
         launch.multiprocessors = attention.multiprocessors = lambda device: 132  # type: ignore[assignment]
-        candidate_calls()
+        by_tma.has_tma = early.has_tma = lambda device: target == "sm_90"  # type: ignore[assignment]
+        candidate_calls(has_float8=number >= 89)
     else:
         calls(
             [int(size) for size in sys.argv[2:]],

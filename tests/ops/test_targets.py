@@ -65,6 +65,20 @@ def test_every_kernel_fits(target: str, tmp_path: Path) -> None:
         assert variants(report["kernels"], kernel)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [name for name in SHARED_MEMORY if name != "sm_90"])
+def test_candidates_fit(target: str, tmp_path: Path) -> None:
+    """What is on trial elsewhere: attention of steps in tiles of 16 rows, gated experts; nothing that needs sm_90."""
+    report = compile_for(target, ["candidates"], tmp_path)
+    assert not report["failed"]
+    assert not variants(report["kernels"], "linear_tma", "gated_tma", "linear_early", "prompt")
+    assert len(variants(report["kernels"], "gated_experts")) >= 2
+    low = [one for one in variants(report["kernels"], "decode").values() if one["stack"] <= 64 and one["by_warps"]]
+    assert len(low) >= 5, variants(report["kernels"], "decode")
+    large = {name: one["shared"] for name, one in report["kernels"].items() if one["shared"] > SHARED_MEMORY[target]}
+    assert not large
+
+
 def variants(compiled: dict[str, Any], *names: str) -> dict[str, Any]:
     """The variants of the named kernels, or of all kernels."""
     return {name: report for name, report in compiled.items() if not names or name.partition("#")[0] in names}
