@@ -101,6 +101,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("Phi3ForCausalLM", {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 512}),
+    "cwm": (
+        "CwmForCausalLM",
+        {
+            "sliding_window": 24,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "bos_token_id": 0,
+        },
+    ),
     "olmo": ("OlmoForCausalLM", {}),
     "olmo2": ("Olmo2ForCausalLM", {}),
     "olmo3": (

@@ -39,6 +39,7 @@ SLOW = {  # families whose parts are those of others
     "minicpm3",
     "youtu",
     "arcee",
+    "cwm",
     "solar_open",
 }
 FEW = [family for family in FAMILIES if family not in SLOW]

@@ -258,6 +258,8 @@ CASES |= {
         "granitemoehybrid",
         SCANS | {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48, "mamba_n_groups": 1},
     ),
+    "cwm": ("cwm", {}),
+    "cwm-default": ("cwm", {"layer_types": None, "rope_parameters": None, "mlp_bias": True, "num_hidden_layers": 5}),
     "olmo": ("olmo", {}),
     "olmo-biases": ("olmo", {"attention_bias": True, "num_key_value_heads": 1, "rope_parameters": YARN}),
     "arcee": ("arcee", {}),

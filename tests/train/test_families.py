@@ -41,6 +41,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("cohere2", {"attention_bias": True}),
     "starcoder2": ("starcoder2", {}),
     "starcoder2-relu2": ("starcoder2", {"hidden_act": "relu2"}),
+    "cwm": ("cwm", {}),
     "arcee": ("arcee", {}),
     "exaone4": ("exaone4", {}),
     "stablelm": ("stablelm", {}),

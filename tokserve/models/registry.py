@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "BambaForCausalLM": "tokserve.families.state_space.hybrid:bamba",
     "Cohere2ForCausalLM": "tokserve.models.dense.cohere:cohere2",
     "CohereForCausalLM": "tokserve.models.dense.cohere:cohere",
+    "CwmForCausalLM": "tokserve.models.dense.llama:cwm",
     "DeepseekV2ForCausalLM": "tokserve.families.latent.deepseek:deepseek2",
     "DeepseekV3ForCausalLM": "tokserve.families.latent.deepseek:deepseek3",
     "Dots1ForCausalLM": "tokserve.families.mixtures.small_moe:dots1",

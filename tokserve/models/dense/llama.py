@@ -48,6 +48,26 @@ def arcee(hf: Mapping[str, Any]) -> DecoderSpec:
     )
 
 
+def cwm(hf: Mapping[str, Any]) -> DecoderSpec:
+    """Code World Model: windows in three layers of four."""
+    fields = ConfigReader({"rms_norm_eps": 1e-5} | dict(hf))
+    if not fields.present("rope_parameters") and not fields.present("rope_scaling"):
+        scaling = {"factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
+        original = {"original_max_position_embeddings": 8192}
+        fields = ConfigReader(dict(fields.values) | {"rope_parameters": {"rope_theta": 1e6} | scaling | original})
+    windows = layer_windows(fields, window_size(fields, 8192), lambda layer: layer % 4 != 0)
+    dim, positions = head_size(fields, 128), fields.integer("max_position_embeddings", 131072)
+    return dense(
+        fields,
+        windows=windows,
+        max_position=131072,
+        kv_heads=8,
+        head_dim=128,
+        mlp_bias=fields.flag("mlp_bias"),
+        ropes=(rope(fields, dim, positions, theta=1e6),) * len(windows),
+    )
+
+
 def exaone(hf: Mapping[str, Any]) -> DecoderSpec:
     """EXAONE 3 and 3.5: Llama with other names."""
     older = {
