@@ -150,6 +150,20 @@ def test_a_start_refuses_a_candidate_that_does_not_exist() -> None:
         check(Config.make(gpu_candidates="fast"))
 
 
+def test_a_start_goes_without_candidates_that_fail() -> None:
+    def check() -> list[str]:
+        if candidates.is_on("decode_tile"):
+            raise RuntimeError("out of resource")
+        return ["the head"]
+
+    candidates.use({"decode_tile", "decode_early"})
+    assert trial.without_unequal(check, (RuntimeError,)) == ["the head"]
+    assert candidates.in_use() == []
+    candidates.use({"decode_tile"})
+    with pytest.raises(RuntimeError, match="out of resource"):
+        trial.without_unequal(check, (OSError,))
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_start_goes_without_candidates_that_change_bits(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def cap(x: torch.Tensor, *rest: float) -> torch.Tensor:

@@ -137,6 +137,7 @@ class CudaBackend:
             with torch.inference_mode(), compiling:
                 compile_ahead.launch_all(model, kv, batches)
         except failures as error:
+            trial.use_none(error)
             logger.warning("kernels are compiled one by one: %s", error)
             self._check_kernels(model, kv)
             return
@@ -249,7 +250,8 @@ class CudaBackend:
         accepted = exactness.accept_libraries(model)
         logger.info("products of many rows that a library computes, with the same bits: %s", accepted or "none")
         unequal = trial.without_unequal(
-            lambda: exactness.unequal_products(model) + exactness.unequal_attention(model, self.kv)
+            lambda: exactness.unequal_products(model) + exactness.unequal_attention(model, self.kv),
+            (RuntimeError, *kernel_errors()),
         )
         logger.info("bits of rows alone and beside others are compared, in %.1f s", time.perf_counter() - began)
         if unequal:

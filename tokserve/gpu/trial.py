@@ -16,13 +16,17 @@ logger = logging.getLogger(__name__)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers, by the size of what they stand for
 
 
-def without_unequal(check: Callable[[], list[str]]) -> list[str]:
+def without_unequal(check: Callable[[], list[str]], errors: tuple[type[Exception], ...] = ()) -> list[str]:
     """What `check` returns, with the candidates in use if all results of its ops then have the bits that they have
-    without; else this process uses no candidates from here on."""
+    without; else, or if it raises one of `errors` with them, this process uses no candidates from here on."""
     names = candidates.in_use()
     if not names:
         return check()
-    failures, results = recorded(check)
+    try:
+        failures, results = recorded(check)
+    except errors as error:
+        use_none(error)
+        return check()
     candidates.use(())
     expected_failures, expected = recorded(check)
     differing = sorted({name for name, sums in results.items() if not _are_equal(sums, expected.get(name, []))})
@@ -32,6 +36,13 @@ def without_unequal(check: Callable[[], list[str]]) -> list[str]:
         return expected_failures
     candidates.use(names)
     return failures
+
+
+def use_none(error: Exception) -> None:
+    """Let this process do without candidates, if it has any, after this error, which may be one of theirs."""
+    if names := candidates.in_use():
+        logger.warning("with the candidates %s: %s: none is used", ", ".join(names), error)
+        candidates.use(())
 
 
 def recorded(check: Callable[[], list[str]]) -> tuple[list[str], dict[str, list[Tensor]]]:
