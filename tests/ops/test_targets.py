@@ -19,7 +19,10 @@ triton = pytest.importorskip("triton")
 from tests.ops.compile_kernels import SHARED_MEMORY  # noqa: E402
 from tokserve.gpu.kernels import dense  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="a GPU shows it")
+pytestmark = [
+    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="a GPU shows it"),
+    pytest.mark.timeout(1600),  # the compiler takes minutes, on a busy machine many
+]
 
 EVERY_SIZE = ["1", "64", "128", "256", "300"]  # rows for which the table has something for this card
 
