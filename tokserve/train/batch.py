@@ -5,6 +5,9 @@ Blocks hold the keys and values of one layer at a time, since all tokens of a ba
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -13,13 +16,46 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.layers.attention import Attention
-from tokserve.train.tree import Packing
+from tokserve.train.tree import Node, Packing
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Nodes of a tree that are equally far from its roots, as rows of a batch of their own."""
+
+    nodes: Tensor  # [r] int64
+    parents: Tensor | None  # [r] int64; None: the nodes are roots
+    tokens: Tensor  # [t] int64: where in the batch the rows' tokens are, row after row
+    query_start: Tensor  # [r + 1] int32
+    start: Tensor  # [r] int32: the position of each row's first token
+    seq_lens: Tensor  # [r] int32
+
+    @staticmethod
+    def of(nodes: Sequence[Node], numbers: Sequence[int], like: Tensor) -> Generation:
+        """Those of these numbers; tensors are on the device of `like`."""
+        chosen = [nodes[number] for number in numbers]
+        counts = [node.end - node.start for node in chosen]
+        tokens = [np.arange(node.token, node.token + count) for node, count in zip(chosen, counts, strict=True)]
+        parents = [node.parent for node in chosen]
+
+        def tensor(values: Sequence[int], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=like.device)
+
+        return Generation(
+            tensor(numbers, torch.int64),
+            None if parents[0] < 0 else tensor(parents, torch.int64),
+            torch.from_numpy(np.concatenate(tokens)).to(like.device),
+            tensor([0, *accumulate(counts)], torch.int32),
+            tensor([node.start for node in chosen], torch.int32),
+            tensor([node.end for node in chosen], torch.int32),
+        )
 
 
 class PackedBatch:
     """T tokens of R nodes of a tree."""
 
     def __init__(self, packing: Packing, device: torch.device) -> None:
+        self.nodes = packing.nodes
         self.input_ids = torch.from_numpy(packing.input_ids).to(device)  # [T]
         self.positions = torch.from_numpy(packing.positions).to(device)  # [T]
         starts = [node.token for node in packing.nodes] + [len(packing.input_ids)]
@@ -36,7 +72,7 @@ class PackedBatch:
         self._pages: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def attend(self, qkv: Tensor, layer: Attention, table: Tensor) -> Tensor:  # [T, (Hq + 2 Hk) D] -> [T, Hq D]
-        """Do what the layer does between its projections: norm, rotate, store, attend."""
+        """Do what the layer does between its projections, but for gates: norm, rotate, store, attend."""
         keys, values = self._blocks(layer)
         q = _store(layer, qkv, table, self.positions, keys, values, self._slots)
         if len(self._copied):
@@ -56,6 +92,17 @@ class PackedBatch:
             layer.softcap,
         )
         return mixed.view(len(qkv), -1)
+
+    @cached_property
+    def generations(self) -> list[Generation]:
+        """The nodes by the number of nodes before them on their paths."""
+        depths: list[int] = []
+        for node in self.nodes:
+            depths.append(depths[node.parent] + 1 if node.parent >= 0 else 0)
+        return [
+            Generation.of(self.nodes, [number for number, other in enumerate(depths) if other == depth], self.positions)
+            for depth in range(max(depths, default=-1) + 1)
+        ]
 
     def attention_gradients(
         self, grad: Tensor, qkv: tuple[Tensor, Tensor, Tensor], layer: Attention
@@ -99,4 +146,5 @@ def _store(
         1.0,
         layer.interleaved,
         layer.norm_last,
+        layer.gated,
     )

@@ -12,8 +12,7 @@ from typing import Any
 
 from tokserve.base.errors import StartError
 from tokserve.families.mixtures.experts import MixtureSpec, RouterSpec
-from tokserve.families.recurrent.layers import GatedDeltaSpec, ShortConvSpec
-from tokserve.families.state_space.layers import StateSpaceSpec
+from tokserve.families.recurrent.layers import RecurrentSpec
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
@@ -35,8 +34,9 @@ KNOWN: dict[type, set[str]] = {
         "format",
         "logits_multiplier",
         "logits_softcap",
+        "norm_name",
     },
-    BlockSpec: {"attention", "mlp", "norm", "norms", "parallel", "residual_multiplier", "mlp_name"},
+    BlockSpec: {"attention", "mlp", "norm", "norms", "parallel", "residual_multiplier", "mlp_name", "attention_name"},
     AttentionSpec: {
         "heads",
         "kv_heads",
@@ -53,6 +53,7 @@ KNOWN: dict[type, set[str]] = {
         "qkv_names",
         "out_name",
         "norm_names",
+        "gated",
     },
     MLPSpec: {"inner", "activation", "bias", "gated", "up_names", "down_name"},
     MixtureSpec: {
@@ -101,18 +102,14 @@ def trainable_spec(hf: Mapping[str, Any], device: str = "cpu") -> DecoderSpec:
 
 def check_spec(spec: DecoderSpec, device: str = "cpu") -> None:
     """Raise StartError, naming the attribute, if part of the decoder has no gradient on this kind of device."""
-    for number, block in enumerate(spec.blocks):
-        if isinstance(block.attention, GatedDeltaSpec | ShortConvSpec | StateSpaceSpec):
-            raise StartError(
-                f"a model with recurrent states (layer {number}: {type(block.attention).__name__}) cannot be trained "
-                "here: its backward pass is not built"
-            )
     _check(spec, "the model")
     _check(spec.norm, "norm")
     for number, block in enumerate(spec.blocks):
         _check(block, f"layer {number}")
         for name in ("attention", "mlp", "norm"):
-            _check(getattr(block, name), f"layer {number}: {name}")
+            part = getattr(block, name)
+            if not isinstance(part, RecurrentSpec):  # these layers have gradients whatever their spec says
+                _check(part, f"layer {number}: {name}")
         if isinstance(block.mlp, MixtureSpec):
             _check(block.mlp.router, f"layer {number}: router")
             if block.mlp.shared is not None:
@@ -125,6 +122,8 @@ def _check_kernels(spec: DecoderSpec, device: str) -> None:
     for number, block in enumerate(spec.blocks):
         if isinstance(block.mlp, MixtureSpec):
             raise StartError(f"layer {number}: a mixture of experts cannot be trained on {device!r}, but on a CPU")
+        if isinstance(block.attention, RecurrentSpec):
+            raise StartError(f"layer {number}: a recurrent state cannot be trained on {device!r}, but on a CPU")
         if block.norm.kind != "rms":
             raise StartError(
                 f"layer {number}: a norm that subtracts the mean cannot be trained on {device!r}, but on a CPU"

@@ -28,6 +28,7 @@ class Node:
     start: int
     end: int
     path: Int64  # [end]: where the tokens of positions 0 .. end - 1 are in the batch
+    parent: int  # number of the node with the positions before `start`, negative for none
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +88,15 @@ def pack(sequences: Sequence[Int32], *, share: bool, block: int = BLOCK) -> Pack
     total = 0
     common = [0] + [shared(one, other) if share else 0 for one, other in pairwise(sequences)]
     empty = np.empty(0, np.int64)
-    pending = [(0, len(sequences), 0, empty, np.empty(0, np.int32))]
+    pending = [(0, len(sequences), 0, empty, np.empty(0, np.int32), -1)]
     while pending:
-        first, last, start, path, table = pending.pop()
+        first, last, start, path, table, parent = pending.pop()
         end = min(common[first + 1 : last], default=len(sequences[first]))
         if end > start:
             path = np.concatenate([path, np.arange(total, total + end - start)])
             table = builder.extend(table, start, end, path)
-            nodes.append(Node(total, start, end, path))
+            nodes.append(Node(total, start, end, path, parent))
+            parent = len(nodes) - 1
             tables.append(table)
             owners.append(first)
             total += end - start
@@ -104,7 +106,7 @@ def pack(sequences: Sequence[Int32], *, share: bool, block: int = BLOCK) -> Pack
             if stop - begin == 1 and len(sequences[begin]) == end:
                 ends[begin] = path
             else:
-                pending.append((begin, stop, end, path, table))
+                pending.append((begin, stop, end, path, table, parent))
     return _packing(sequences, nodes, owners, ends, tables, builder)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tokserve.families.mixtures.experts import Mixture
+from tokserve.families.recurrent.layers import Recurrent
 from tokserve.layers.attention import Attention
 from tokserve.layers.linear import GatedLinear, Linear
 from tokserve.layers.mlp import GatedMLP
@@ -19,6 +20,7 @@ from tokserve.train.batch import PackedBatch
 from tokserve.train.layers import experts, functions, norms
 from tokserve.train.layers.activations import activate
 from tokserve.train.layers.products import Products
+from tokserve.train.layers.recurrent import recurrence
 
 Masters = Mapping[str, Tensor]
 
@@ -26,12 +28,13 @@ Masters = Mapping[str, Tensor]
 def kept_bytes(block: DecoderBlock) -> int:
     """What a block keeps of a token for its gradients."""
     attention, mlp = block.attention, block.mlp
-    assert isinstance(attention, Attention) and isinstance(mlp, GatedMLP | Mixture)  # others are refused
-    hidden, of_experts = attention.qkv.inputs, 0
+    assert isinstance(attention, Attention | Recurrent) and isinstance(mlp, GatedMLP | Mixture)  # others are refused
+    projections = attention.projections() if isinstance(attention, Recurrent) else [attention.qkv]
+    hidden, of_experts = projections[0].inputs, 0
     if isinstance(mlp, Mixture):
         of_experts = experts.kept_bytes(mlp, hidden)
     dense = mlp.shared if isinstance(mlp, Mixture) else mlp
-    widths = attention.qkv.outputs + attention.out.inputs
+    widths = sum(linear.outputs for linear in projections) + attention.out.inputs
     widths += 0 if dense is None else dense.gate_up.outputs + dense.down.inputs
     rows = 6 if block.norm_names.after_mlp else 4  # of the residual stream's width
     return int((widths + rows * hidden) * attention.dtype.itemsize) + of_experts
@@ -69,12 +72,12 @@ class BlockPass:
         """The residual stream [T, H] after the block."""
         block, masters = self.block, self.masters
         attention, mlp, names, multiplier = block.attention, block.mlp, block.norm_names, block.residual_multiplier
-        assert isinstance(attention, Attention)  # others are refused
         x = self._norm(residual, block.attention_norm, names.before_attention)
-        heads = [master for name in attention.norm_names for master in norm_masters(masters, f"self_attn.{name}")]
-        projected = self._linear(x, attention.qkv, "self_attn")
-        mixed = functions.attention(projected, attention, self.batch, self.table, heads)
-        mixed = self._linear(mixed, attention.out, "self_attn")
+        if isinstance(attention, Recurrent):
+            mixed = self._recurrence(x, attention, block.attention_name)
+        else:
+            assert isinstance(attention, Attention)  # others are refused
+            mixed = self._attention(x, attention, block.attention_name)
         mixed = self._norm(mixed, block.attention_post_norm, names.after_attention)
         if block.parallel:
             residual = norms.add_residual(mixed, residual, multiplier)
@@ -88,6 +91,17 @@ class BlockPass:
             x = self._gated_mlp(x, mlp, block.mlp_name)
         x = self._norm(x, block.mlp_post_norm, names.after_mlp)
         return norms.add_residual(x, residual, multiplier)
+
+    def _attention(self, x: Tensor, attention: Attention, module: str) -> Tensor:
+        norms = [master for name in attention.norm_names for master in norm_masters(self.masters, f"{module}.{name}")]
+        projected = self._linear(x, attention.qkv, module)
+        mixed = functions.attention(projected, attention, self.batch, self.table, norms)
+        return self._linear(mixed, attention.out, module)
+
+    def _recurrence(self, x: Tensor, layer: Recurrent, module: str) -> Tensor:
+        vectors = {name: self.masters[f"{module}.{name}"] for name in layer.vectors()}
+        projected = [self._linear(x, linear, module) for linear in layer.projections()]
+        return self._linear(recurrence(projected, layer, self.batch, vectors), layer.out, module)
 
     def _linear(self, x: Tensor, layer: Linear, module: str) -> Tensor:
         names = {shard: f"{module}.{shard}" for shard in layer.shards}

@@ -59,8 +59,9 @@ def low_rank(out: Tensor, x: Tensor, layer: Linear, factors: Sequence[Factors]) 
 
 def attention(qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, norms: Sequence[Tensor] = ()) -> Tensor:
     """Attention of the batch's tokens from their projections qkv [T, (Hq + 2 Hk) D]: [T, Hq D].  `norms`: the masters
-    of the query and key norms, where the layer has them."""
-    return applied(_Attention, qkv, layer, batch, table, *norms)
+    of the query and key norms, where the layer has them.  Of a gated layer, qkv is [T, (2 Hq + 2 Hk) D]."""
+    mixed = applied(_Attention, qkv, layer, batch, table, *norms)
+    return applied(_Gate, mixed, qkv, layer) if layer.gated else mixed
 
 
 class _Embedding(torch.autograd.Function):
@@ -147,8 +148,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         qkv, *norms = ctx.saved_tensors
         layer, batch, table = ctx.layer, ctx.batch, ctx.table
-        heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.dim
-        *before, v = qkv.view(len(qkv), -1, dim).split([heads, kv_heads, kv_heads], 1)
+        *before, v = _heads(qkv, layer)
         projected = [part.contiguous() for part in before] if norms else before  # q and k before norms and rotation
         layers = [layer.q_norm, layer.k_norm] if norms else []
 
@@ -176,4 +176,35 @@ class _Attention(torch.autograd.Function):
         of_weights = norm_gradients(grads, turned) if layer.norm_last else []
         grads[:2] = backward.rope(grads[0], grads[1], table, batch.positions, interleaved=layer.interleaved)
         of_weights = of_weights if layer.norm_last else norm_gradients(grads, projected)
+        if layer.gated:
+            grads[0] = torch.stack([grads[0], torch.zeros_like(grads[0])], 2).flatten(1, 2)
         return torch.cat([x.to(qkv.dtype) for x in grads], 1).flatten(1), None, None, None, *of_weights
+
+
+def _heads(qkv: Tensor, layer: Attention) -> tuple[Tensor, Tensor, Tensor]:  # [T, N] -> [T, Hq, D], [T, Hk, D] twice
+    """Queries, keys and values as they are projected."""
+    width = layer.heads * (2 if layer.gated else 1)
+    parts = qkv.view(len(qkv), -1, layer.dim)
+    q, k, v = torch.split(parts, [width, layer.kv_heads, layer.kv_heads], 1)
+    return q[:, ::2] if layer.gated else q, k, v
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor, qkv: Tensor, layer: Attention) -> Tensor:
+        ctx.save_for_backward(mixed, qkv)
+        ctx.shape = len(qkv), layer.heads, layer.dim
+        return ops.gate_heads(mixed.view(ctx.shape), qkv)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        mixed, qkv = ctx.saved_tensors
+        # the op's own sigmoid, because a row's bits of torch's may depend on where in the tensor the row is
+        gate = ops.gate_heads(torch.ones(ctx.shape, device=grad.device), qkv.float())  # [T, Hq D]
+        through = grad.float() * gate
+        tokens, heads, dim = ctx.shape
+        grad_qkv = torch.zeros_like(qkv)
+        of_gates = grad_qkv[:, : 2 * heads * dim].view(tokens, heads, 2, dim)[:, :, 1]
+        of_gates.copy_((through * mixed.float() * (1 - gate)).view(ctx.shape))
+        return through.to(mixed.dtype), grad_qkv, None

@@ -28,8 +28,6 @@ from tokserve.train.layers import experts, functions, norms
 from tokserve.train.layers.blocks import BlockPass, Masters, joined, kept_bytes, norm_masters
 from tokserve.train.scores import Items
 
-NORM = "model.norm"
-
 
 class DecoderModules:
     """A decoder's layers, and the names of the masters of each.  Raises StartError for layers without a gradient on the
@@ -42,6 +40,7 @@ class DecoderModules:
         self.vocab = decoder.spec.vocab
         self.num_positions = len(decoder.rope_table)
         self.head_name = EMBEDDING if decoder.spec.tied else HEAD
+        self._norm_name = f"model.{decoder.spec.norm_name}"
         self._parameters = decoder.parameters_by_name()
         self._linears = decoder.named_linears()
         self._targets = decoder.adapter_targets()
@@ -144,7 +143,7 @@ class DecoderModules:
                 if name.startswith(prefix) and (name in self._parameters or self.adapted)
             }
             x = self._block(number, x, batch, of_block, budget)
-        return norms.norm(x.index_select(0, rows), self.decoder.norm, norm_masters(masters, NORM))
+        return norms.norm(x.index_select(0, rows), self.decoder.norm, norm_masters(masters, self._norm_name))
 
     def logprobs(
         self, hidden: Tensor, masters: Masters, items: Items, budget: ByteBudget
