@@ -75,6 +75,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
         },
     ),
+    "qwen3.5-0.8b": (
+        "qwen3_5_text",
+        {
+            "vocab_size": 32768,  # of 248,320, so that the head does not hide the layers
+            "hidden_size": 1024,
+            "intermediate_size": 3584,
+            "num_hidden_layers": 24,
+            "layer_types": None,  # attention in every fourth
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 40960,
+        },
+    ),
 }
 
 

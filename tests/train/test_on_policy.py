@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.e2e.server import Server
 from tests.models.driver import random_ids
 from tests.needs import PEFT
+from tests.tiny_models import tiny_config, write_checkpoint
 from tests.train.on_policy import train
 from tests.train.test_server import arithmetic, in_client
 from tokserve.checkpoint import DEMO_DIR
@@ -28,6 +29,11 @@ pytestmark = [
 ]
 
 STEPS = 20
+HYBRIDS = {  # projections of both kinds of layers
+    "qwen3_5_text": ["q_proj", "o_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "out_proj", "down_proj"],
+    "lfm2": ["q_proj", "in_proj", "out_proj", "w1"],
+    "bamba": ["q_proj", "in_proj", "out_proj", "down_proj"],
+}
 TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 
 
@@ -52,6 +58,32 @@ def test_full_pushes_and_deltas(dtype: str, trainer: str) -> None:
             assert "full" in modes
             if dtype == "bfloat16":  # in float32 nearly every element moves
                 assert "delta" in modes
+
+        in_client(server, scene)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_hybrids(family: str, adapter: bool, tmp_path: Path) -> None:
+    """Models with recurrent states: pushes and deltas of all weights, or adapters of all projections."""
+    checkpoint = write_checkpoint(tmp_path / "base", tiny_config(family))
+    flags = ["--enable-lora"] if adapter else []
+    with Server(str(checkpoint), "--dtype", "bfloat16", "--tokens-only", *flags) as server:
+        policy = PolicyModel.from_pretrained(checkpoint, dtype="bfloat16", cpu_arithmetic=arithmetic(server))
+        if adapter:
+            policy.add_adapter(HYBRIDS[family], rank=6, alpha=24.0)
+
+        async def scene(client: TokserveClient) -> None:
+            async def publish(step: int) -> None:
+                if adapter:
+                    policy.save_adapter(tmp_path / str(step))
+                    await client.load_lora_adapter("policy", str(tmp_path / str(step)))
+                else:
+                    await client.push(policy, str(step + 1), delta=step % 3 != 2)
+
+            await publish(-1)
+            served = "policy" if adapter else None
+            await train(client, policy, prompts(), 6, publish, lr=1e-2 if adapter else 1e-4, served=served)
 
         in_client(server, scene)
 

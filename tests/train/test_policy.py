@@ -172,7 +172,7 @@ def test_what_bfloat16_gradients_lack_is_lost_in_the_forward_pass(name: str, see
 
 
 @DTYPES
-@pytest.mark.parametrize("name", ["qwen3", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_moe", "qwen3_5_text"])
 def test_gradients_of_trees_and_of_recomputed_blocks(name: str, dtype: str, tmp_path: Path) -> None:
     policy = PolicyModel.from_pretrained(write_checkpoint(tmp_path, tiny_config(name)), dtype=dtype)
     rows = rollouts()
