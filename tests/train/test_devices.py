@@ -31,7 +31,11 @@ def test_a_device_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("qwen3_moe", "Qwen3MoeForCausalLM: layer 0: a mixture of experts"), ("cohere", "layer 0: a norm that subtracts")],
+    [
+        ("qwen3_moe", "Qwen3MoeForCausalLM: layer 0: a mixture of experts"),
+        ("cohere", "layer 0: a norm that subtracts"),
+        ("qwen3_5_text", "layer 0: a recurrent state"),
+    ],
 )
 def test_what_a_gpu_cannot_train_is_named(name: str, message: str) -> None:
     config = tiny_config(name)

@@ -16,7 +16,7 @@ from tokserve.families.recurrent.layers import RecurrentSpec
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
-from tokserve.models.block import BlockSpec
+from tokserve.models.block import BlockSpec, NoMLPSpec
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.decoder import DecoderSpec
 from tokserve.models.registry import decoder_spec
@@ -105,6 +105,8 @@ def check_spec(spec: DecoderSpec, device: str = "cpu") -> None:
     _check(spec, "the model")
     _check(spec.norm, "norm")
     for number, block in enumerate(spec.blocks):
+        if isinstance(block.mlp, NoMLPSpec):
+            raise StartError(f"layer {number}: a layer without an MLP cannot be trained")
         _check(block, f"layer {number}")
         for name in ("attention", "mlp", "norm"):
             part = getattr(block, name)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.families.recurrent.layers import Convolution, Recurrent, RecurrentSpec
+from tokserve.families.recurrent.replay import rounded
 from tokserve.families.state_space import replay
 from tokserve.layers.batch import StateRows
 from tokserve.layers.linear import Linear
@@ -131,6 +132,8 @@ class StateSpace(Recurrent):
         self, projected: Sequence[Tensor], earlier: int, memory: Tensor | None, vectors: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
         spec, (x,) = self.spec, projected
+        if self.multipliers is not None:
+            x = rounded(x * self.multipliers / OUTWEIGHS**0.5, self.dtype)
         return replay.scan_states(
             x,
             earlier,
