@@ -131,17 +131,17 @@ def test_gradients_of_a_tree_are_those_of_its_sequences(layer: Recurrent) -> Non
     order = torch.tensor([token for ids in sequences for token in ids])
     inputs = [part[order] for part in projected(layer, 60)]
     grad = drawn(len(order), layer.out.inputs, seed=4) * rows[order]
-    shared, apart = (gradients(layer, sequences, inputs, grad, share=share) for share in (True, False))
+    shared, separate = (gradients(layer, sequences, inputs, grad, share=share) for share in (True, False))
     totals = [torch.zeros(2, 60, part.shape[1]) for part in inputs]
     # a token's place in the tree is its sequence up to it: the gradients of equal prefixes are added
-    for total, one, other in zip(totals, shared[0], apart[0], strict=True):
+    for total, one, other in zip(totals, shared[0], separate[0], strict=True):
         counts = torch.zeros(60).index_add_(0, order, torch.ones(len(order)))
         total[0].index_add_(0, order, one)
         total[0] /= counts.clamp(min=1)[:, None]
         total[1].index_add_(0, order, other)
         torch.testing.assert_close(total[0], total[1], rtol=1e-4, atol=1e-5)
     for name, gradient in shared[1].items():
-        torch.testing.assert_close(gradient, apart[1][name], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(gradient, separate[1][name], rtol=1e-4, atol=1e-4)
 
 
 def test_a_sequences_gradients_depend_on_no_other_and_on_no_thread(layer: Recurrent) -> None:

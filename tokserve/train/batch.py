@@ -20,7 +20,7 @@ from tokserve.train.tree import Node, Packing
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class TreeLevel:
     """Nodes of a tree that are equally far from its roots, as rows of a batch of their own."""
 
     nodes: Tensor  # [r] int64
@@ -31,8 +31,8 @@ class Generation:
     seq_lens: Tensor  # [r] int32
 
     @staticmethod
-    def of(nodes: Sequence[Node], numbers: Sequence[int], like: Tensor) -> Generation:
-        """Those of these numbers; tensors are on the device of `like`."""
+    def of(nodes: Sequence[Node], numbers: Sequence[int], like: Tensor) -> TreeLevel:
+        """The level of the nodes with these numbers, on the device of `like`."""
         chosen = [nodes[number] for number in numbers]
         counts = [node.end - node.start for node in chosen]
         tokens = [np.arange(node.token, node.token + count) for node, count in zip(chosen, counts, strict=True)]
@@ -41,7 +41,7 @@ class Generation:
         def tensor(values: Sequence[int], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=like.device)
 
-        return Generation(
+        return TreeLevel(
             tensor(numbers, torch.int64),
             None if parents[0] < 0 else tensor(parents, torch.int64),
             torch.from_numpy(np.concatenate(tokens)).to(like.device),
@@ -94,13 +94,13 @@ class PackedBatch:
         return mixed.view(len(qkv), -1)
 
     @cached_property
-    def generations(self) -> list[Generation]:
+    def levels(self) -> list[TreeLevel]:
         """The nodes by the number of nodes before them on their paths."""
         depths: list[int] = []
         for node in self.nodes:
             depths.append(depths[node.parent] + 1 if node.parent >= 0 else 0)
         return [
-            Generation.of(self.nodes, [number for number, other in enumerate(depths) if other == depth], self.positions)
+            TreeLevel.of(self.nodes, [number for number, other in enumerate(depths) if other == depth], self.positions)
             for depth in range(max(depths, default=-1) + 1)
         ]
 

@@ -1,6 +1,6 @@
 """Layers with recurrent states with a gradient.
 
-The forward pass is the server's op, which takes the nodes of a tree generation by generation: a node goes on from a
+The forward pass is the server's op, which takes the nodes of a tree level by level: a node goes on from a
 copy of its parent's state.  The backward pass replays node after node with torch's differentiable functions, the last
 one first, and hands the gradient of a node's first state on to its parent.  One node is in memory at a time.
 """
@@ -63,7 +63,7 @@ def _mixed(layer: Recurrent, batch: PackedBatch, projected: Sequence[Tensor]) ->
     ]
     saves = torch.zeros(0, 3, dtype=torch.int32, device=device)
     out = projected[0].new_empty(len(projected[0]), layer.out.inputs)
-    for rows in batch.generations:
+    for rows in batch.levels:
         if rows.parents is not None:
             for tensor in kept:
                 tensor.index_copy_(0, rows.nodes, tensor.index_select(0, rows.parents))
