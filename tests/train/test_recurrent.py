@@ -49,11 +49,11 @@ def drawn(*shape: int, seed: int) -> Tensor:
 @pytest.fixture(params=LAYERS)
 def layer(request: pytest.FixtureRequest) -> Recurrent:
     """A layer with weights for its recurrence alone."""
-    made = LAYERS[request.param]()
-    for number, (name, parameter) in enumerate(made.vectors().items()):
+    layer_with_weights = LAYERS[request.param]()
+    for number, (name, parameter) in enumerate(layer_with_weights.vectors().items()):
         values = drawn(*parameter.shape, seed=number)
         parameter.load(values.abs() + 0.5 if name in ("A_log", "norm.weight") else values * 0.5)
-    return made
+    return layer_with_weights
 
 
 def vectors(layer: Recurrent, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -73,7 +73,7 @@ def projected(layer: Recurrent, tokens: int, seed: int = 7) -> list[Tensor]:
 def gradients(
     layer: Recurrent, sequences: Sequence[Sequence[int]], inputs: Sequence[Tensor], grad: Tensor, *, share: bool = True
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Of what is projected, token by token of the sequences one after the other, and of the vectors.  `inputs` and
+    """The gradients of what is projected, token by token, sequence after sequence, and of the vectors.  `inputs` and
     `grad` have a row for each of these tokens; those of tokens that sequences share are the same."""
     packing = pack([np.array(ids, np.int32) for ids in sequences], share=share)
     index = torch.from_numpy(np.concatenate(packing.index))
@@ -146,7 +146,9 @@ def test_gradients_of_a_tree_are_those_of_its_sequences(layer: Recurrent) -> Non
 
 def test_a_sequences_gradients_depend_on_no_other_and_on_no_thread(layer: Recurrent) -> None:
     lengths, seeds = (70, 131, 5), (11, 21, 31)
-    inputs = [torch.cat(parts) for parts in zip(*map(lambda n, s: projected(layer, n, s), lengths, seeds), strict=True)]
+    inputs = [
+        torch.cat(pieces) for pieces in zip(*map(lambda n, s: projected(layer, n, s), lengths, seeds), strict=True)
+    ]
     grad = drawn(sum(lengths), layer.out.inputs, seed=3)
     sequences = [[1000 * number + token for token in range(length)] for number, length in enumerate(lengths)]
     together, of_vectors = gradients(layer, sequences, inputs, grad)
