@@ -203,6 +203,7 @@ def test_what_cannot_be_served_is_refused_by_name(
             {"architectures": ["StarForCausalLM"], "model_type": "star", "auto_map": {"AutoConfig": "star.Config"}},
             "StarForCausalLM is not supported: auto_map .* its model_type 'star' is neither built in nor known to",
         ),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 4096, found 1000000000"),
         ({"hidden_act": "swish9"}, "StableLmForCausalLM .* does not know 'swish9', which config.json names"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized checkpoints are not supported"),
         ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "code of the checkpoint's own, which is never run"),

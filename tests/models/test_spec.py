@@ -269,6 +269,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_size": ABSENT}, "hidden_size is missing"),
     ("llama", {"vocab_size": "many"}, "vocab_size must be an integer of at least 1, found 'many'"),
     ("llama", {"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1, found 0"),
+    ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 4096, found 1000000000"),
+    ("lfm2", {"num_hidden_layers": 4097}, "num_hidden_layers must be at most 4096, found 4097"),
     ("llama", {"num_attention_heads": True}, "num_attention_heads must be an integer of at least 1, found True"),
     ("llama", {"num_key_value_heads": 3}, "4 is not a multiple of num_key_value_heads 3"),
     ("llama", {"head_dim": 15}, "head_dim must be even, found 15"),

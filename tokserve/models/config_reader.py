@@ -8,6 +8,9 @@ from typing import Any
 
 from tokserve.base.errors import NotBuiltIn, StartError
 
+LAYERS = "num_hidden_layers"
+MAX_LAYERS = 4096  # objects are made for all layers before a checkpoint can contradict their number
+
 
 class ConfigReader:
     """Typed reading of a JSON object; a wrong value is a StartError that names the attribute."""
@@ -41,6 +44,8 @@ class ConfigReader:
         value = self._value(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise self.refuse(name, f"must be an integer of at least {minimum}, found {value!r}")
+        if name == LAYERS and value > MAX_LAYERS:
+            raise self.refuse(name, f"must be at most {MAX_LAYERS}, found {value}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

@@ -36,6 +36,7 @@ from tokserve.layers.norm import LayerNorm, NormSpec
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter, StackedParameter, owned_copy
 from tokserve.models import weights
+from tokserve.models.config_reader import LAYERS, ConfigReader
 from tokserve.models.decoder import Decoder, DecoderSpec
 from tokserve.models.provenance import Provenance
 from tokserve.protocol.kv_spec import KVSpec, dtype_name
@@ -54,6 +55,7 @@ class TransformersModel(Decoder):
         self._hf, self._head_options, self._max_model_len = hf, head, max_model_len
         self.options, self.dtype, self.float8_cache = options, options.dtype, False
         config, model_class = configuration(hf, max_model_len)
+        ConfigReader({LAYERS: getattr(config.get_text_config(), LAYERS, None)}).integer(LAYERS, 1)
         self.context = Context(None, {})
         try:
             with no_init_weights(), torch.device("cpu"):
