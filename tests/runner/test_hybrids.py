@@ -24,7 +24,6 @@ from tokserve.protocol.params import SamplingParams
 from tokserve.protocol.plan import NewRow
 from tokserve.runner import device, kvcache
 from tokserve.runner.tables.states import StateTable
-from tokserve.train import PolicyModel
 
 FAMILIES = [
     "lfm2",
@@ -201,13 +200,6 @@ def test_recorded_steps_move_states_on(family: str, tmp_path: Path, monkeypatch:
             outcome, replayed, copies = long_outputs(engine, fake)
             assert outcome == known
             assert replayed > 55 and copies < most_copies
-
-
-@pytest.mark.parametrize(("family", "layer"), [("lfm2", "ShortConv"), ("bamba", "StateSpace")])
-def test_a_policy_refuses_models_with_states(family: str, layer: str, tmp_path: Path) -> None:
-    directory = write_checkpoint(tmp_path, tiny_config(family))
-    with pytest.raises(StartError, match=rf"recurrent states \(layer 0: {layer}Spec\) cannot be trained"):
-        PolicyModel.from_pretrained(directory)
 
 
 @pytest.mark.parametrize("method", ["self", "draft_model"])
