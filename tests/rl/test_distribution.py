@@ -113,7 +113,8 @@ def test_the_clients_tests_without_torch_and_without_the_server(environment: Pat
         (package / "__init__.py").touch()
     absent = "import importlib.util as u; assert not u.find_spec('torch') and not u.find_spec('tokserve')"
     subprocess.run([environment, "-c", absent], cwd=tmp_path, check=True)
-    command = [environment, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", str(copies)]
+    marks = ["-o", "markers=slow: minutes"]  # pyproject.toml declares it elsewhere
+    command = [environment, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", *marks, str(copies)]
     with tokserve.testing.scripted_server(reply, tokens_only=True, max_num_seqs=16) as server:
         variables = {**os.environ, "TOKSERVE_TEST_URL": server.url, "PYTHONPATH": str(tmp_path)}
         done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
