@@ -8,7 +8,6 @@ one first, and hands the gradient of a node's first state on to its parent.  One
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,29 +72,18 @@ def _mixed(layer: Recurrent, batch: PackedBatch, projected: Sequence[Tensor]) ->
     return out
 
 
-@dataclass(slots=True)
 class _Replay:
-    """The backward pass of a batch.  `vectors`: leaves, those that need a gradient as such.
-
-    `of_vectors`: their gradients, float32; a sum over nodes, the last one first.
-    """
-
-    layer: Recurrent
-    nodes: Sequence[Node]
-    projected: Sequence[Tensor]
-    vectors: Mapping[str, Tensor]
-    of_vectors: dict[str, Tensor]
-    _sums: list[Tensor]  # of the gradients of what is projected, float32
-    _memories: dict[int, Tensor]  # after the nodes that others go on from
-    _of_memories: dict[int, Tensor]  # gradients of these
+    """The backward pass of a batch.  `vectors`: leaves, those that need a gradient as such."""
 
     def __init__(
         self, layer: Recurrent, nodes: Sequence[Node], projected: Sequence[Tensor], vectors: Mapping[str, Tensor]
     ) -> None:
         self.layer, self.nodes, self.projected, self.vectors = layer, nodes, projected, vectors
+        # gradients of the vectors, float32: a sum over nodes, the last one first
         self.of_vectors = {name: torch.zeros_like(leaf) for name, leaf in vectors.items() if leaf.requires_grad}
-        self._sums = [torch.zeros(part.shape, device=part.device) for part in projected]
-        self._memories, self._of_memories = {}, {}
+        self._sums = [torch.zeros(part.shape, device=part.device) for part in projected]  # of gradients, float32
+        self._memories: dict[int, Tensor] = {}  # after the nodes that others go on from
+        self._of_memories: dict[int, Tensor] = {}  # gradients of these
 
     def of_projected(self) -> list[Tensor]:
         """The gradients of what is projected, in its dtype."""
