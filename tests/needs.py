@@ -141,6 +141,7 @@ TRITON = Need(
         "ops/test_tuning.py",
         "runner/test_gpu_probe.py",
         "runner/test_triton.py",
+        "train/test_gpu_families.py",
         "train/test_gpu_policy.py",
     ),
     lambda: _has_module("triton"),

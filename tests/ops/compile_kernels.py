@@ -288,6 +288,7 @@ def gradient_calls(call: dict[str, Any], *, wide_heads: bool) -> None:
     rows, hidden, inner = 512, 4096, 12288
     x, grad, up = (torch.empty(rows, width, dtype=BF16) for width in (hidden, hidden, 2 * inner))
     call["norm_gradients"](grad, x, torch.empty(hidden, dtype=BF16), 1e-6, x)
+    call["layer_norm_gradients"](grad, x, torch.empty(hidden, dtype=BF16), 1e-6, x)
     heads = torch.empty(rows * 32, 128, dtype=BF16)
     call["norm_gradients"](heads.float(), heads, torch.empty(128, dtype=BF16), 1e-6)
     call["activation_gradients"](torch.empty(rows, inner, dtype=BF16), up, "silu", True)

@@ -94,6 +94,7 @@ def rows_are_batch_invariant(call: Callable[[Tensor], Tensor | Outputs], count: 
     "gelu_mul",
     "activation_gradients",
     "norm_gradients",
+    "layer_norm_gradients",
 )
 def test_elementwise_rows_are_batch_invariant(name: str, call: Any, width: int, dtype: torch.dtype) -> None:
     x, residual, weight = (
@@ -113,6 +114,7 @@ def test_elementwise_rows_are_batch_invariant(name: str, call: Any, width: int, 
         "gelu_mul": lambda r: call(x[r]),
         "activation_gradients": lambda r: call(residual[r, :width].contiguous(), x[r], "gelu_tanh", True),
         "norm_gradients": lambda r: call(residual[r], x[r], weight, 1e-6, x[r])[0],
+        "layer_norm_gradients": lambda r: call(residual[r], x[r], weight, 1e-6, x[r])[0],
     }
     rows_are_batch_invariant(calls[name])
 

@@ -77,14 +77,15 @@ def test_a_sequences_attention_gradients_have_the_same_bits_in_a_batch(dtype: to
 
 @OF_A_DTYPE
 def test_rows_do_not_depend_on_other_rows(dtype: torch.dtype) -> None:
-    product, norm, activation = (
-        on_device(name) for name in ("matrix_product", "norm_gradients", "activation_gradients")
+    product, norm, centered, activation = (
+        on_device(name) for name in ("matrix_product", "norm_gradients", "layer_norm_gradients", "activation_gradients")
     )
     grad, x, weight = (randn(dtype, seed, *shape) for seed, shape in enumerate([(33, 40), (33, 40), (40,)]))
     matrix, both = randn(dtype, 3, 40, 20), randn(dtype, 4, 33, 80)
     calls = [
         lambda rows: product(grad[rows], matrix, torch.float32),
         lambda rows: norm(grad[rows], x[rows], weight, 1e-5, x[rows])[0],
+        lambda rows: centered(grad[rows], x[rows], weight, 1e-5, x[rows])[0],
         lambda rows: activation(grad[rows], both[rows], "silu", True),
     ]
     for call in calls:
@@ -94,12 +95,17 @@ def test_rows_do_not_depend_on_other_rows(dtype: torch.dtype) -> None:
 
 
 def test_long_sums_have_one_order() -> None:
-    """A norm's weight over several parts of rows, rows by place, and a row's mass over several blocks."""
+    """The weight and bias of norms over several parts of rows, rows by place, and a row's mass over several blocks."""
     rows = 20
     grad, x, weight = randn(torch.float32, 1, rows, 2050), randn(torch.float32, 2, rows, 2050), torch.ones(2050)
     _, of_weight = on_device("norm_gradients")(grad, x, weight, 1e-5)
     normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5)
     torch.testing.assert_close(of_weight.double(), (grad.double() * normed).sum(0), atol=1e-5, rtol=1e-5)
+    centered = x.double() - x.double().mean(-1, keepdim=True)
+    normed = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + 1e-5)
+    _, of_weight, of_bias = on_device("layer_norm_gradients")(grad, x, weight, 1e-5)
+    torch.testing.assert_close(of_weight.double(), (grad.double() * normed).sum(0), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(of_bias.double(), grad.double().sum(0), atol=1e-5, rtol=1e-5)
     places = torch.tensor([3, 0, 3, 3, 1] * 4)
     expected = torch.zeros(5, 2050)
     for row, place in zip(grad, places.tolist(), strict=True):

@@ -63,6 +63,20 @@ def test_rms_norm(dtype: torch.dtype) -> None:
         assert_close(of_weight, grad_weight, torch.float32)
 
 
+@DTYPES
+def test_layer_norm(dtype: torch.dtype) -> None:
+    x, grad = (3.0 * drawn(300, 64) + 1.0).to(dtype), drawn(300, 64, seed=1).to(dtype)
+    weight, bias = drawn(64, seed=2).to(dtype), drawn(64, seed=3).to(dtype)
+    plain = partial(torch.nn.functional.layer_norm, eps=1e-5)
+    grad_x, *others = expected(lambda x, *vectors: plain(x, (64,), *vectors), grad, x, weight, bias)
+    for upstream, carried in ((grad, None), (grad.float(), 0.1 * x)):
+        actual, *vectors = ops.layer_norm_gradients(upstream, x, weight, 1e-5, carried)
+        assert actual.dtype == dtype
+        assert_close(actual, grad_x if carried is None else grad_x + carried.double(), dtype)
+        for vector, reference in zip(vectors, others, strict=True):
+            assert_close(vector, reference, torch.float32)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rope(interleaved: bool) -> None:
     for rotated in (16, 8):
@@ -179,6 +193,11 @@ def test_gradcheck_of_norms() -> None:
         lambda grad, x, weight: gradients.norm_gradients.reference(grad, x, weight, 1e-5),
     )
     assert torch.autograd.gradcheck(function, (double(6, 9, seed=1), double(9, seed=2)))
+    centered = with_gradient(
+        lambda x, weight, bias: torch.nn.functional.layer_norm(x, (9,), weight, bias, 1e-5),
+        lambda grad, x, weight, bias: gradients.layer_norm_gradients.reference(grad, x, weight, 1e-5),
+    )
+    assert torch.autograd.gradcheck(centered, (double(6, 9, seed=1), double(9, seed=2), double(9, seed=3)))
 
 
 @pytest.mark.parametrize(("window", "softcap"), slow_cases([(3, 1.5), (0, 0.0), (3, 0.0), (0, 1.5)], (3, 1.5)))

@@ -33,7 +33,6 @@ def test_a_device_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     ("name", "message"),
     [
         ("qwen3_moe", "Qwen3MoeForCausalLM: layer 0: a mixture of experts"),
-        ("cohere", "layer 0: a norm that subtracts"),
         ("qwen3_5_text", "layer 0: a recurrent state"),
     ],
 )

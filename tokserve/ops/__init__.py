@@ -75,6 +75,7 @@ __all__ = [
     "latent_attention",
     "latent_rope_store",
     "layer_norm",
+    "layer_norm_gradients",
     "linear",
     "linear_float8",
     "linear_heads",
@@ -174,6 +175,7 @@ latent_attention = latent.latent_attention.reference
 attention_gradients = gradients.attention_gradients.reference
 activation_gradients = gradients.activation_gradients.reference
 norm_gradients = gradients.norm_gradients.reference
+layer_norm_gradients = gradients.layer_norm_gradients.reference
 matrix_product = gradients.matrix_product.reference
 sum_rows = gradients.sum_rows.reference
 softmax = gradients.softmax.reference

@@ -18,6 +18,7 @@ from tokserve.ops.registry import op
 from tokserve.ops.serial import one_thread
 
 QUERIES = 256  # of a node whose weights are in memory at a time
+NORMED_ROWS = 128  # of a layer norm at a time, which stay in the cache
 TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (3e-2, 2e-2), torch.float16: (1e-5, 1e-5)}
 ROW_TOLERANCE = {torch.float32: (5e-5, 1e-5), torch.bfloat16: (5e-5, 1e-2), torch.float16: (5e-5, 2e-3)}
 
@@ -92,6 +93,34 @@ def norm_gradients(
         along = (upstream * normed).sum(-1, keepdim=True) / x.shape[-1]
     grad_x = (upstream - normed * along) * inverse
     return (grad_x if carried is None else grad_x + widened(carried)).to(x.dtype), grad_weight
+
+
+@op(tolerance=ROW_TOLERANCE)
+def layer_norm_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, carried: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x [T,H], in its dtype, of weight and of bias [H] float32 in `layer_norm(x, weight, bias, eps)`.
+
+    `grad` [T,H] is that of the result, in x's dtype or float32.  `carried` [T,H] is added to the gradient of x before
+    it is rounded.  With n = (x - mean) / deviation, n' = weight grad: (n' - mean(n') - n mean(n' n)) / deviation, and
+    the sums over rows of grad n, and of grad.
+    """
+    out = torch.empty_like(x)
+    grad_weight, grad_bias = (widened(x).new_zeros(weight.shape) for _ in range(2))
+    for start in range(0, len(x), NORMED_ROWS):
+        rows = slice(start, start + NORMED_ROWS)
+        values, upstream = widened(x[rows]), widened(grad[rows])
+        values = values - values.mean(-1, keepdim=True)
+        inverse = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)  # [t,1]
+        normed = values.mul_(inverse)
+        grad_weight += (upstream * normed).sum(0)
+        grad_bias += upstream.sum(0)
+        upstream = upstream * widened(weight)
+        along = (upstream * normed).mean(-1, keepdim=True)
+        upstream = upstream - upstream.mean(-1, keepdim=True)
+        grad_x = upstream.sub_(normed.mul_(along)).mul_(inverse)
+        out[rows] = grad_x if carried is None else grad_x.add_(carried[rows])
+    return out, grad_weight, grad_bias
 
 
 @op(tolerance=TOLERANCE)

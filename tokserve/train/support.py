@@ -126,10 +126,6 @@ def _check_kernels(spec: DecoderSpec, device: str) -> None:
             raise StartError(f"layer {number}: a mixture of experts cannot be trained on {device!r}, but on a CPU")
         if isinstance(block.attention, RecurrentSpec):
             raise StartError(f"layer {number}: a recurrent state cannot be trained on {device!r}, but on a CPU")
-        if block.norm.kind != "rms":
-            raise StartError(
-                f"layer {number}: a norm that subtracts the mean cannot be trained on {device!r}, but on a CPU"
-            )
 
 
 def _check(part: Any, where: str) -> None:

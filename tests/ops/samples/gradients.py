@@ -45,6 +45,11 @@ def norm_gradients(dtype: torch.dtype) -> Samples:
         yield normal(torch.float32, 1, rows, width), x.to(dtype), weight, 1e-5, normal(dtype, 3, rows, width)
 
 
+def layer_norm_gradients(dtype: torch.dtype) -> Samples:
+    for grad, x, *rest in norm_gradients(dtype):
+        yield grad, x + 2.0, *rest
+
+
 def attention_gradients(dtype: torch.dtype) -> Samples:
     cases = (  # nodes as (parent or -1, tokens); query heads, KV heads, head dim, window, softcap
         (((-1, 1),), 1, 1, 32, 0, 0.0),

@@ -11,7 +11,6 @@ from torch.autograd.function import once_differentiable
 
 from tokserve import ops
 from tokserve.layers.norm import LayerNorm, NoNorm, RMSNorm
-from tokserve.train.layers import backward
 
 
 def norm(x: Tensor, layer: NoNorm, masters: Sequence[Tensor]) -> Tensor:  # [T, H] -> [T, H]
@@ -38,28 +37,8 @@ def gradients(layer: RMSNorm, grad: Tensor, x: Tensor, carried: Tensor | None = 
     `carried` [T, H] is added to the gradient of x."""
     if not isinstance(layer, LayerNorm):
         return ops.norm_gradients(grad.contiguous(), x, layer.weight, layer.eps, carried)
-    grad_x, *grads = layer_norm_gradients(grad, x, layer.weight, layer.eps)
-    grad_x = (grad_x if carried is None else grad_x.add_(carried)).to(x.dtype)
-    return grad_x, *(grads if layer.bias is not None else grads[:1])
-
-
-def layer_norm_gradients(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x [T, H], of the weight [H] and of a bias [H], all float32, from that of the norm [T, H]."""
-    grad_x = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=x.device)
-    grad_bias = torch.zeros_like(grad_weight)
-    for rows in backward.pieces(len(x)):
-        values, upstream = x[rows].float(), grad[rows].float()
-        values = values - values.mean(-1, keepdim=True)
-        inverse = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)  # [t, 1]
-        normed = values.mul_(inverse)
-        grad_weight += (upstream * normed).sum(0)
-        grad_bias += upstream.sum(0)
-        upstream = upstream * weight.float()
-        along = (upstream * normed).mean(-1, keepdim=True)
-        upstream = upstream - upstream.mean(-1, keepdim=True)
-        torch.mul(upstream.sub_(normed.mul_(along)), inverse, out=grad_x[rows])
-    return grad_x, grad_weight, grad_bias
+    grads = ops.layer_norm_gradients(grad.contiguous(), x, layer.weight, layer.eps, carried)
+    return grads if layer.bias is not None else grads[:2]
 
 
 class _Norm(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Gradients of norms and activations, softmax, and sums of rows by place.
 
-A program takes one row, or rows one after the other.  The gradient of a norm's weight is a sum over rows in ascending
-order, in parts of as many rows as the width alone says, which are added in ascending order.
+A program takes one row, or rows one after the other.  The gradients of a norm's weight and bias are sums over rows in
+ascending order, in parts of as many rows as the width alone says, which are added in ascending order.
 """
 
 from __future__ import annotations
@@ -29,77 +29,108 @@ def norm_gradients_kernel(
     carried_ptr,
     out_ptr,
     part_ptr,
+    bias_part_ptr,
     rows,
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     CARRIED: tl.constexpr,
+    CENTERED: tl.constexpr,
 ):
-    """ROWS rows: the gradients of x, and in part_ptr [parts,WIDTH] the sum of those of the weight."""
+    """ROWS rows: the gradients of x, and in part_ptr [parts,WIDTH] the sum of those of the weight.  CENTERED: of a norm
+    that subtracts the mean; bias_part_ptr gets the sum of those of its bias."""
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    of_weight = tl.zeros([BLOCK], tl.float32)
+    of_weight, of_bias = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     first = tl.program_id(0) * ROWS
     for row in range(first, tl.minimum(first + ROWS, rows)):
         at = tl.cast(row, tl.int64) * WIDTH + column
         x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if CENTERED:
+            x = tl.where(inside, x - tree_sum(x) / WIDTH, 0.0)
+            of_bias += grad
         inverse = tl.rsqrt(tree_sum(x * x) / WIDTH + eps)
         normed = x * inverse
         of_weight += grad * normed
         grad = grad * weight
         along = tree_sum(grad * normed) / WIDTH
+        if CENTERED:
+            grad -= tree_sum(grad) / WIDTH
         grad = (grad - normed * along) * inverse
         if CARRIED:
             grad += tl.load(carried_ptr + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out_ptr + at, grad.to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(part_ptr + tl.program_id(0).to(tl.int64) * WIDTH + column, of_weight, mask=inside)
+    part = tl.program_id(0).to(tl.int64) * WIDTH + column
+    tl.store(part_ptr + part, of_weight, mask=inside)
+    if CENTERED:
+        tl.store(bias_part_ptr + part, of_bias, mask=inside)
 
 
 @triton.jit(do_not_specialize=["parts"])
 def sum_parts_kernel(part_ptr, out_ptr, parts, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of part_ptr [parts,WIDTH] over parts, in ascending order."""
+    """The sums of part_ptr [n,parts,WIDTH] over parts, in ascending order: [n,WIDTH]."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
+    part_ptr += tl.program_id(1).to(tl.int64) * parts * WIDTH
+    out_ptr += tl.program_id(1) * WIDTH
     total = tl.zeros([BLOCK], tl.float32)
     for part in range(parts):
         total += tl.load(part_ptr + tl.cast(part, tl.int64) * WIDTH + column, mask=inside, other=0.0)
     tl.store(out_ptr + column, total, mask=inside)
 
 
-@gradients.norm_gradients.implement("triton", device="cuda")
-def norm_gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, eps: float, carried: Tensor | None = None
+def _norm(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, carried: Tensor | None, *, centered: bool
 ) -> tuple[Tensor, Tensor]:
+    """The gradients of x [T,H], and of the weight and, if it is centered, the bias [1 or 2,H] float32."""
     rows, width = x.shape
     grad, x = grad.contiguous(), x.contiguous()
     carried = None if carried is None else carried.contiguous()
     out, block = torch.empty_like(x), int(next_power_of_2(width))
     size = max(LEAST_ROWS, PART // block)
-    parts = x.new_empty((cdiv(rows, size), width), dtype=torch.float32)
+    parts = x.new_empty((1 + centered, cdiv(rows, size), width), dtype=torch.float32)
     if rows:
-        norm_gradients_kernel[(len(parts),)](
+        norm_gradients_kernel[(parts.shape[1],)](
             grad,
             x,
             weight,
             x if carried is None else carried,
             out,
-            parts,
+            parts[0],
+            parts[-1],
             rows,
             eps,
             width,
             block,
             size,
             carried is not None,
+            centered,
             num_warps=warps(block),
             **EXACT,
         )
-    of_weight = x.new_empty(width, dtype=torch.float32)
+    sums = x.new_empty((1 + centered, width), dtype=torch.float32)
     block = min(block, 128)
-    sum_parts_kernel[(cdiv(width, block),)](parts, of_weight, len(parts), width, block, num_warps=1, **EXACT)
+    sum_parts_kernel[(cdiv(width, block), len(sums))](parts, sums, parts.shape[1], width, block, num_warps=1, **EXACT)
+    return out, sums
+
+
+@gradients.norm_gradients.implement("triton", device="cuda")
+def norm_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, carried: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    out, (of_weight,) = _norm(grad, x, weight, eps, carried, centered=False)
     return out, of_weight
+
+
+@gradients.layer_norm_gradients.implement("triton", device="cuda")
+def layer_norm_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, carried: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    out, (of_weight, of_bias) = _norm(grad, x, weight, eps, carried, centered=True)
+    return out, of_weight, of_bias
 
 
 @triton.jit
