@@ -20,29 +20,19 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
-from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from tests.ops.samples.wna16 import weights as integer_weights
 from tokserve import ops
 from tokserve.gpu import candidates
-from tokserve.gpu.kernels import attention, launch, wna16
-from tokserve.gpu.kernels.products import by_tma, early
+from tokserve.gpu.compile.targets import TARGETS, use
+from tokserve.gpu.kernels import launch, wna16
 from tokserve.gpu.kernels.ranks.exchange import Inboxes
 from tokserve.gpu.peers import CAPACITY, PROGRAMS, PeerGroup
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
 
-SHARED_MEMORY = {  # bytes that a program may take, by target
-    "sm_80": 163 << 10,
-    "sm_86": 99 << 10,
-    "sm_89": 99 << 10,
-    "sm_90": 227 << 10,
-    "sm_100": 227 << 10,
-    "sm_120": 99 << 10,
-}
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 BF16, LONG, INT = torch.bfloat16, torch.int64, torch.int32
 MATMUL = re.compile(
@@ -51,22 +41,6 @@ MATMUL = re.compile(
 WARP_MATMUL = re.compile(r"mma\.sync\.aligned\.m16n8k16\S* (\{[^}]*\}), (\{[^}]*\}), \{[^}]*\}, (\{[^}]*\});")
 PLACE = re.compile(r"(?:add\.s|or\.b|cvt\.u64\.u)(?:32|64)\s+(%\w+), (%\w+)(?:, (-?\d+))?;")  # a register, and past it
 FLOATING = re.compile(r'= "?((?:arith\.\w+f|arith\.select|math\.\w+|tt\.reduce|ttng\.warp_group_dot)\b)')
-
-
-class NamesTheTarget:
-    """The calls of the compiler to a driver."""
-
-    def __init__(self, target: str) -> None:
-        self._target = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 compiled: dict[str, Any] = {}
@@ -486,15 +460,11 @@ def loop(ttgir: str) -> list[str]:
 if __name__ == "__main__":
     assert registry.load_extension("cuda") is None
     target = sys.argv[1]
-    launch._architecture = lambda device: target  # type: ignore[assignment]
-    launch.shared_memory = lambda device: SHARED_MEMORY[target]  # type: ignore[assignment]
+    use(TARGETS[target])
     wna16.torch_device = lambda: torch.device("cpu")  # where it packs
-    driver.set_active(NamesTheTarget(target))
     JITFunction.run = compile_only
     number = int(target.removeprefix("sm_"))
     if sys.argv[2:] == ["candidates"]:
-        launch.multiprocessors = attention.multiprocessors = lambda device: 132  # type: ignore[assignment]
-        by_tma.has_tma = early.has_tma = lambda device: target == "sm_90"  # type: ignore[assignment]
         candidate_calls(has_float8=number >= 89)
     else:
         calls(

@@ -16,7 +16,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from tests.ops.compile_kernels import SHARED_MEMORY  # noqa: E402
+from tokserve.gpu.compile.targets import TARGETS  # noqa: E402
 from tokserve.gpu.kernels import dense  # noqa: E402
 
 pytestmark = [
@@ -56,20 +56,21 @@ def compile_for(target: str, rows: list[str], cache: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [name for name in SHARED_MEMORY if name != "sm_90"])
+@pytest.mark.parametrize("target", [name for name in TARGETS if name != "sm_90"])
 def test_every_kernel_fits(target: str, tmp_path: Path) -> None:
     """A100, RTX 3090, RTX 4090 and L4, B200, RTX 5090: kernels compile, and their shared memory is there."""
     report = compile_for(target, ["1", "300"], tmp_path)
     assert not report["failed"]
     assert len(report["kernels"]) > 120
-    large = {name: one["shared"] for name, one in report["kernels"].items() if one["shared"] > SHARED_MEMORY[target]}
+    most = TARGETS[target].shared_memory
+    large = {name: one["shared"] for name, one in report["kernels"].items() if one["shared"] > most}
     assert not large
     for kernel in ("linear", "gated_linear", "decode", "prefill", "latent_decode", "latent_prefill"):
         assert variants(report["kernels"], kernel)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [name for name in SHARED_MEMORY if name != "sm_90"])
+@pytest.mark.parametrize("target", [name for name in TARGETS if name != "sm_90"])
 def test_candidates_fit(target: str, tmp_path: Path) -> None:
     """What is on trial elsewhere: attention of steps in tiles of 16 rows, gated experts; nothing that needs sm_90."""
     report = compile_for(target, ["candidates"], tmp_path)
@@ -78,7 +79,8 @@ def test_candidates_fit(target: str, tmp_path: Path) -> None:
     assert len(variants(report["kernels"], "gated_experts")) >= 2
     low = [one for one in variants(report["kernels"], "decode").values() if one["stack"] <= 64 and one["by_warps"]]
     assert len(low) >= 5, variants(report["kernels"], "decode")
-    large = {name: one["shared"] for name, one in report["kernels"].items() if one["shared"] > SHARED_MEMORY[target]}
+    most = TARGETS[target].shared_memory
+    large = {name: one["shared"] for name, one in report["kernels"].items() if one["shared"] > most}
     assert not large
 
 

@@ -31,6 +31,7 @@ from tokserve.protocol.plan import (
 )
 from tokserve.protocol.prompt import Feature
 from tokserve.runner import device
+from tokserve.runner.device import Accelerator
 from tokserve.runner.runner import Runner
 from tokserve.runner.startup import load_runner
 
@@ -39,8 +40,10 @@ Row = tuple[float, int, list[int], list[float]]  # logprob, rank, top ids, top l
 Mask = tuple[int, list[int], float, float]  # count, ids, logprob, kept logprob
 
 
-def make_runner(directory: Path, hf: dict[str, Any], **options: Any) -> tuple[Runner, DeviceFacts]:
-    """A loaded runner with dummy weights for config.json `hf`."""
+def make_runner(
+    directory: Path, hf: dict[str, Any], target: Accelerator | None = None, **options: Any
+) -> tuple[Runner, DeviceFacts]:
+    """A loaded runner with dummy weights for config.json `hf`, on `target` or this process's device."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(hf))
     defaults = {
@@ -54,7 +57,7 @@ def make_runner(directory: Path, hf: dict[str, Any], **options: Any) -> tuple[Ru
         "dtype": "float32",
         "max_logprobs": -1,
     }
-    return load_runner(Config.make(**(defaults | options)))
+    return load_runner(Config.make(**(defaults | options)), target=target)
 
 
 def feature(runner: Runner, kind: type[F]) -> F:

@@ -2,8 +2,9 @@
 
 Kernels are neither compiled nor run: a launch is noted by what Triton compiles anew for (constants, dtypes, alignment,
 numbers that are 1 or that 16 divides), so what tensors hold means nothing: those of the device are on torch's "meta",
-which holds nothing and mixes with no tensor of the host.  Takes options of the configuration and "family" as JSON;
-prints {"ahead": launches that the start compiles side by side, "start": all of it, "serving": launches}.
+which holds nothing and mixes with no tensor of the host.  Takes options of the configuration, "family" and numbers of
+the "gpu" as JSON; prints {"ahead": launches that the start compiles side by side, "start": all of it, "serving":
+launches}.
 """
 
 from __future__ import annotations
@@ -12,68 +13,24 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from triton.runtime.jit import JITFunction, KernelParam
 
 from tests.runner.drive import Driver, Job, make_runner
-from tests.runner.fake_device import FakeDevice, Leaving
 from tests.runner.test_runner import prompt
 from tests.tiny_models import tiny_config
 from tokserve import ops
-from tokserve.gpu.kernels import dense, float8, int8, launch, wna16
+from tokserve.gpu.compile.meta_device import META, MetaDevice, ReadsZeros
+from tokserve.gpu.compile.targets import TARGETS, use
 from tokserve.protocol.params import SamplingParams
-from tokserve.runner import device
-
-HOME = torch.device("meta")
-READS = ("item", "tolist", "numpy", "__bool__", "__int__", "__index__")
 
 noted: Counter[str] = Counter()
 ahead: set[str] = set()
-bind = ops.bind
-
-
-class Zeros(TorchFunctionMode):
-    """What reads a tensor of the device reads zeros, and finds them equal to any."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(function, "__name__", "")
-        if args and isinstance(args[0], Tensor) and args[0].device == HOME:
-            if name == "cpu":
-                return on_host(args[0])
-            if name in READS:
-                return getattr(on_host(args[0]), name)()
-            if name == "equal":
-                return True
-            if name == "__getitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
-                return args[0].new_empty(0)
-        return function(*args, **(kwargs or {}))
-
-
-class Nowhere(FakeDevice):
-    """A device without values."""
-
-    torch_device = HOME
-
-    def put(self, arrays: Sequence[Any]) -> list[Tensor]:
-        return [tensor.to(HOME) for tensor in super().put(arrays)]
-
-    def fetch(self, tensors: Sequence[Tensor]) -> Leaving:
-        return Leaving(self, [on_host(tensor).numpy() for tensor in tensors])
-
-    def capture(self, run: Any, pool: object) -> Any:
-        run()
-        return run
-
-
-def on_host(tensor: Tensor) -> Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
 def note(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -85,7 +42,7 @@ def kind(parameter: KernelParam, value: Any) -> str:
     if parameter.is_constexpr:
         return f"{parameter.name}={value}"
     if isinstance(value, torch.Tensor):
-        assert value.device == HOME, f"{parameter.name} of a kernel is a tensor of the host"
+        assert value.device == META, f"{parameter.name} of a kernel is a tensor of the host"
         past = value.storage_offset() * value.element_size()
         aligned = past % 16 == 0 or parameter.do_not_specialize_on_alignment
         return f"{parameter.name} {value.dtype}{'' if aligned else ' unaligned'}"
@@ -98,12 +55,6 @@ def kind(parameter: KernelParam, value: Any) -> str:
 def compile_ahead(jobs: int) -> Iterator[None]:
     yield
     ahead.update(noted)
-
-
-def bind_kernels(kind: str, *rest: object, **options: object) -> dict[str, str]:
-    bound = bind("cuda")
-    ops.torch_device = HOME
-    return bound
 
 
 def jobs(adapters: int) -> list[Job]:
@@ -134,17 +85,16 @@ def jobs(adapters: int) -> list[Job]:
 
 def main() -> None:
     JITFunction.run = note
-    dense.torch_device = float8.torch_device = int8.torch_device = wna16.torch_device = lambda: HOME
-    launch._architecture = lambda device: "sm_90"  # type: ignore[assignment]
-    ops.bind, ops.compile_ahead = bind_kernels, compile_ahead
-    device.use = lambda kind: Nowhere()
     options = json.loads(sys.argv[1])
-    with Zeros():
-        start, serving = served(options)
+    gpu = TARGETS["sm_90"]._replace(**options.pop("gpu", {}))
+    use(gpu)
+    ops.compile_ahead = compile_ahead
+    with ReadsZeros():
+        start, serving = served(options, MetaDevice(gpu))
     json.dump({"ahead": sorted(ahead), "start": sorted(start), "serving": sorted(serving)}, sys.stdout)
 
 
-def served(options: dict[str, Any]) -> tuple[set[str], set[str]]:
+def served(options: dict[str, Any], target: MetaDevice) -> tuple[set[str], set[str]]:
     """What a start asks for, and what serving asks for beyond it."""
     family, budget = options.pop("family", "qwen3"), options.pop("max_num_batched_tokens", 256)
     kinds = ["linear_attention", "full_attention"] if family == "qwen3_5_text" else ["full_attention"]
@@ -154,6 +104,8 @@ def served(options: dict[str, Any]) -> tuple[set[str], set[str]]:
         runner, facts = make_runner(
             Path(path),
             hf,
+            target,
+            device="cuda",
             max_num_seqs=24,
             max_model_len=300,
             block_size=64,

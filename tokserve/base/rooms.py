@@ -81,6 +81,7 @@ class Room:
     value to read and raises RequestError; it is called for those of a route for tokens.
     `model_files`: a `checkpoint.ModelFiles`.
     `commands`: a tuple of `protocol.commands.AdminCommand`.
+    `command_line`: a tuple of `cli.command.Command`.
     `engine`, `runner`: a function that makes the room's feature of an engine or of a model runner, or None.
     `metrics`: a tuple of `protocol.engine_metric.EngineMetric`, over what the room's feature of the engine reports.
     `loaded`: a function of a `Config` and the model that was loaded, called before the KV cache takes the memory that
@@ -112,6 +113,7 @@ class Room:
     parameters: str = ""
     model_files: str = ""
     commands: str = ""
+    command_line: str = ""
     engine: str = ""
     runner: str = ""
     metrics: str = ""

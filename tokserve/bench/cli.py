@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from tokserve.base.errors import StartError
+from tokserve.cli.command import Command, no_model
 from tokserve.cli.options import add_flags
 
 BACKENDS = ("tokens", "openai", "openai-chat")
@@ -187,10 +188,16 @@ def _add_output(parser: Any, *, plot: bool) -> None:
         add("--plot", metavar="FILE.png", help="draw latencies and requests in flight (needs matplotlib).")
 
 
-def bench(values: dict[str, Any]) -> int:
+def bench(parser: argparse.ArgumentParser, values: dict[str, Any]) -> int:
     """Run a benchmark; returns the exit code (1: no request was served).  Raises StartError."""
+    kind = values.pop("kind")
+    if kind is None:
+        parser.print_help()
+        return 2
+    if kind == "offline" and not values["model"]:
+        no_model(parser)
     try:
-        return (_serve if values.pop("kind") == "serve" else _offline)(values)
+        return (_serve if kind == "serve" else _offline)(values)
     except KeyboardInterrupt:
         print("tokserve: interrupted", file=sys.stderr)
         return 130
@@ -297,3 +304,6 @@ def _offline(v: dict[str, Any]) -> int:
         report.write_row(row, path)
     print(report.table(row, percentiles))
     return 0 if row["completed"] else 1
+
+
+COMMANDS = (Command("bench", add_bench, bench),)

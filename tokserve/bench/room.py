@@ -6,8 +6,5 @@ from tokserve.base.rooms import Room
 
 ROOM = Room(
     requires=("features.offline",),
-    parts={
-        "add_commands": "tokserve.bench.cli:add_bench",
-        "run": "tokserve.bench.cli:bench",
-    },
+    command_line="tokserve.bench.cli:COMMANDS",
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,13 +11,13 @@ from typing import Any, NoReturn
 
 import tokserve
 from tokserve.base.errors import StartError
-from tokserve.base.rooms import part, rooms
+from tokserve.base.rooms import contributions
+from tokserve.cli.command import Command, add_model, take_model
 from tokserve.cli.help import add_help
 from tokserve.cli.options import add_flags, add_foreign_flags
 from tokserve.cli.words import completed, dashed, read_options
 
 SIMILAR = 0.7  # of names without their dashes: below that a suggestion is a guess
-SEVERAL = ("served_model_name", "api_key")  # options that take all values that follow
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,19 +37,18 @@ def parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     add_help(serve)
-    serve.add_argument(
-        "model", nargs="?", default=None, help="checkpoint directory, GGUF file, hub name `owner/name`, or `demo`"
-    )
-    serve.add_argument("--model", dest="same_model", metavar="MODEL", help="The same as MODEL.")
-    serve.add_argument(
-        "--config", metavar="FILE", default=None, help="YAML file of options by name; those of the command line win."
-    )
+    add_model(serve)
     add_flags(serve, skip=("model",))
     add_foreign_flags(serve)
     serve.set_defaults(parser=serve)
-    if "bench" in rooms():
-        part("bench", "add_commands")(commands)
+    for command in _added().values():
+        command.add(commands)
     return root
+
+
+def _added() -> dict[str, Command]:
+    """The commands that rooms add, by name."""
+    return {command.name: command for _, several in contributions("command_line") for command in several}
 
 
 def _refuse(command: argparse.ArgumentParser, argument: str) -> NoReturn:
@@ -87,25 +85,6 @@ def _in_full(root: argparse.ArgumentParser, words: list[str]) -> list[str]:
         command.error(str(error))
 
 
-def _model(command: argparse.ArgumentParser, values: dict[str, Any]) -> str:
-    """The model to serve; exits with 2 if none or two are named, or if it seems to have been taken for another
-    option's."""
-    named, flagged = values["model"], values.pop("same_model")
-    if named and flagged and named != flagged:
-        command.error(f"two models are named: {named!r} and {flagged!r}")
-    for option in () if named or flagged else SEVERAL:
-        last = (values[option] or [""])[-1]
-        if last == "demo" or os.path.isdir(last):
-            flag = "--" + option.replace("_", "-")
-            command.error(f"{last!r} is a value of {flag} here, and no model is named; name the model before {flag}")
-    return named or flagged or _no_model(command)
-
-
-def _no_model(command: argparse.ArgumentParser) -> NoReturn:
-    """Exit with 2: an unset variable in a script must not be a server of another model."""
-    command.error("no model is named: a checkpoint directory, a hub name, or `demo`, which needs no download")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; exits with 2 on a bad command line, 1 when the server cannot start or its engine died."""
     root = parser()
@@ -125,21 +104,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         values["model"] = values["model"] or values["same_model"] or model
     chosen = values.pop("parser", root)
     command = values.pop("command")
-    if command is None or (command == "bench" and values["kind"] is None):
+    if command is None:
         chosen.print_help()
         sys.exit(2)
     try:
-        if command == "bench":
-            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-                signal.signal(signal.SIGINT, signal.default_int_handler)  # clean up on Ctrl-C
-            if values["kind"] == "offline" and not values["model"]:
-                _no_model(chosen)
-            code = part("bench", "run")(values)
-        else:
+        if command == "serve":
             from tokserve.cli.serve import serve
 
             values.pop("config")
-            code = serve(values | {"model": _model(chosen, values)})
+            model = take_model(chosen, values)
+            code = serve(values | {"model": model})
+        else:
+            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # clean up on Ctrl-C
+            code = _added()[command].run(chosen, values)
     except StartError as error:
         print(f"tokserve: error: {error}", file=sys.stderr)
         code = 1

@@ -8,6 +8,7 @@ ROOM = Room(
     requires=("rl",),  # the driver by ctypes, which a trainer has too
     options="tokserve.gpu.options:GpuOptions",
     check="tokserve.gpu.options:check",
+    command_line="tokserve.gpu.compile.command:COMMANDS",
     parts={
         "backend": "tokserve.gpu.cuda:CudaBackend",
         "compile_ahead": "tokserve.gpu.kernels.launch:compile_ahead",

@@ -198,9 +198,11 @@ def bind(
     *,
     cpus: Sequence[int] = (),
     exact: bool = True,
+    place: torch.device | None = None,
 ) -> dict[str, str]:
     """Choose an implementation for each op on `device` ("cpu", "cuda"); returns op -> implementation name.
 
+    `place`: where the ops' tensors are, if that is not `device`.
     `threads`: number of threads of the compiled ops in this process; None leaves it unchanged.
     `cpus`: one per thread, to bind them to.
     `overrides` maps an op's name, or "*" for all that have it, to an implementation.  Raises StartError
@@ -214,7 +216,7 @@ def bind(
     if threads is not None:
         set_threads(device, threads, cpus)
     bound: dict[str, object] = {name: OPS[name].implementations[one].call for name, one in chosen.items()}
-    for name, value in (bound | {"torch_device": torch.device(device)}).items():
+    for name, value in (bound | {"torch_device": place or torch.device(device)}).items():
         setattr(sys.modules[__name__], name, value)
     common, _ = Counter(chosen.values()).most_common(1)[0]
     others = [f"{name}={implementation}" for name, implementation in chosen.items() if implementation != common]
@@ -225,7 +227,7 @@ def bind(
 def compile_ahead(jobs: int) -> AbstractContextManager[None] | None:
     """A context in which ops only compile their kernels, in parallel with `jobs` threads; None on a CPU, whose kernels
     are compiled already."""
-    if torch_device.type != "cuda":
+    if torch_device.type == "cpu":
         return None
     context: AbstractContextManager[None] = part("gpu", "compile_ahead")(jobs)
     return context
@@ -234,7 +236,7 @@ def compile_ahead(jobs: int) -> AbstractContextManager[None] | None:
 def kept_tables() -> AbstractContextManager[list[Tensor]]:
     """A context that collects the tensors that kernels of this thread read besides their arguments: who captures a step
     keeps them."""
-    if torch_device.type != "cuda":
+    if torch_device.type == "cpu":
         return nullcontext([])
     context: AbstractContextManager[list[Tensor]] = part("gpu", "kept_tables")()
     return context
@@ -242,7 +244,7 @@ def kept_tables() -> AbstractContextManager[list[Tensor]]:
 
 def is_sampling_of_few_fused() -> bool:
     """Whether `sample_few` serves instead of the ops that it stands for."""
-    return torch_device.type == "cuda" and bool(part("gpu", "is_on")("sample_few"))
+    return torch_device.type != "cpu" and bool(part("gpu", "is_on")("sample_few"))
 
 
 def wrap(wrapper: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:

@@ -40,23 +40,24 @@ from tokserve.runner.runner import Runner
 logger = logging.getLogger(__name__)
 
 
-def load_runner(config: Config, ranks: Ranks = ONE) -> tuple[Runner, DeviceFacts]:
-    """A runner that is ready to serve, one of several with `ranks`.  Raises StartError."""
+def load_runner(config: Config, ranks: Ranks = ONE, target: Accelerator | None = None) -> tuple[Runner, DeviceFacts]:
+    """A runner that is ready to serve, one of several with `ranks`, on the device `target` if it is not this process's
+    own.  Raises StartError."""
     try:
-        return _load(config, ranks)
+        return _load(config, ranks, target or device.use(config.runtime.device))
     except torch.OutOfMemoryError as error:
         raise StartError(f"the model is too large for the device: {str(error).partition('. ')[0]}") from error
 
 
-def _load(config: Config, ranks: Ranks) -> tuple[Runner, DeviceFacts]:
+def _load(config: Config, ranks: Ranks, target: Device | Accelerator) -> tuple[Runner, DeviceFacts]:
     runtime = config.runtime
     began = time.perf_counter()
     threads = device.set_threads(runtime.cpu_threads)
-    target = device.use(runtime.device)
     if config.model.quantization == "fp8":
         target.require_float8("quantization")
     cpus = device.bound_cpus(runtime.cpu_bind, threads)
-    bound = ops.bind(runtime.device, runtime.ops, threads, cpus=cpus, exact=runtime.exact)
+    place = None if target.torch_device.type == runtime.device else target.torch_device
+    bound = ops.bind(runtime.device, runtime.ops, threads, cpus=cpus, exact=runtime.exact, place=place)
     kernels = cpu_kernels(bound, _with_arithmetic(config, ranks), config.model.dtype)
     if ranks.samples:
         ranks.broadcast_text("" if kernels is None else kernels.arithmetic)

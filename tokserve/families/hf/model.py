@@ -132,8 +132,8 @@ class TransformersModel(Decoder):
             elif type(one) is nn.Linear:
                 self._replace_linear(parent, path, one, is_head=one is output)
             else:
-                for part, parameter in one.named_parameters(recurse=False):
-                    self._parameters[f"{path}.{part}" if path else part] = _module_parameter(parameter)
+                for part, _ in one.named_parameters(recurse=False):
+                    self._parameters[f"{path}.{part}" if path else part] = _module_parameter(one, part)
         if self._tied:
             path = next(path for path, one in self.module.named_modules() if one is embedding)
             self._tie(f"{path}.weight")
@@ -355,11 +355,13 @@ def _load_two(first: Parameter, second: Parameter) -> Parameter:
     return Parameter(first.shape, load, first.dtype)
 
 
-def _module_parameter(parameter: nn.Parameter) -> Parameter:
+def _module_parameter(module: nn.Module, name: str) -> Parameter:
     """Where a parameter that stays in the module comes from."""
+    parameter: nn.Parameter = getattr(module, name)
 
     def load(tensor: Tensor) -> None:
-        parameter.data = owned_copy(tensor, tuple(parameter.shape), parameter.dtype)
+        held: nn.Parameter = getattr(module, name)  # a module that has moved may have another one
+        held.data = owned_copy(tensor, tuple(held.shape), held.dtype)
 
     return Parameter(tuple(parameter.shape), load, parameter.dtype)
 

@@ -30,6 +30,20 @@ from tokserve.runner.sampler import SampledTokens
 logger = logging.getLogger(__name__)
 
 
+class World(Protocol):
+    """All ranks.  They make the same calls in the same order; see `ProcessGroup`."""
+
+    device: torch.device
+
+    def minimum(self, numbers: Sequence[int]) -> list[int]: ...
+
+    def broadcast(self, tensor: Tensor, root: int) -> Tensor: ...
+
+    def send(self, tensor: Tensor, to: int) -> None: ...
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor: ...
+
+
 class Copies(Protocol):
     """Ranks that copy tensors from one of them."""
 
@@ -40,7 +54,7 @@ class Copies(Protocol):
 class Neighbours:
     """Link protocol: the ranks with the same part of the stages before and after."""
 
-    def __init__(self, world: ProcessGroup, rank: int, tensor: int) -> None:
+    def __init__(self, world: World, rank: int, tensor: int) -> None:
         self._world, self._before, self._after = world, rank - tensor, rank + tensor
 
     def send(self, tensor: Tensor) -> None:
@@ -97,7 +111,7 @@ class JoinedRanks(Ranks):
         rank: int,
         tensor: int,
         stages: int,
-        world: ProcessGroup,
+        world: World,
         group: Group,
         total: Callable[..., Any] | None,
         device: Device,
@@ -187,20 +201,57 @@ def join_peers(
 ) -> PeerGroups | None:
     """The groups of this rank; None, on all ranks, if one cannot map the memory of another."""
     memory_of, unavailable = part("gpu", "peers"), part("gpu", "peers_unavailable")
-    memory, stage = memory_of(device, rank, put, get), rank // tensor
-    first = stage * tensor
+    memory = memory_of(device, rank, put, get)
     try:
-        everyone = memory.join("everyone", range(tensor * stages))
-        groups: list[Sequence[int]] = [range(first, first + tensor)] if tensor > 1 else []
-        pairs = [(rank - tensor, rank)] if stage else []
-        pairs += [(rank, rank + tensor)] if stage + 1 < stages else []
-        joined = [memory.join(f"group {list(group)}", group) for group in (*groups, *pairs)]
+        return peer_groups(rank, tensor, stages, memory.join)
     except unavailable as error:
         memory.close()
         logger.warning("ranks use NCCL, and their steps are not recorded: %s", error)
         return None
+
+
+class Joined(Collectives, Copies, Protocol):
+    """Ranks that exchange tensors of steps in every way."""
+
+
+def peer_groups(rank: int, tensor: int, stages: int, join: Callable[[str, Sequence[int]], Joined]) -> PeerGroups:
+    """The groups of this rank, which `join` makes from their names and their ranks."""
+    stage = rank // tensor
+    first = stage * tensor
+    everyone = join("everyone", range(tensor * stages))
+    groups: list[Sequence[int]] = [range(first, first + tensor)] if tensor > 1 else []
+    pairs = [(rank - tensor, rank)] if stage else []
+    pairs += [(rank, rank + tensor)] if stage + 1 < stages else []
+    joined = [join(f"group {list(group)}", group) for group in (*groups, *pairs)]
     link: Link | None = None
     if stages > 1:
         after = joined[-1] if stage + 1 < stages else None
         link = PeerNeighbours(joined[len(groups)] if stage else None, after)
     return PeerGroups(joined[0] if groups else None, link, everyone)
+
+
+class Echo:
+    """World protocol without other ranks: they would answer what this one says itself."""
+
+    device = torch.device("cpu")
+
+    def minimum(self, numbers: Sequence[int]) -> list[int]:
+        return list(numbers)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Tensor:
+        return tensor
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        pass
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        return tensor
+
+
+def lone_rank(
+    rank: int, tensor: int, stages: int, device: Device, join: Callable[[str, Sequence[int]], Joined]
+) -> JoinedRanks:
+    """A rank whose others are not there, for a device that computes nothing; `join`: as for `peer_groups`."""
+    peers = peer_groups(rank, tensor, stages, join)
+    group = ALONE if tensor == 1 else Group(rank % tensor, tensor, peers.stage)
+    return JoinedRanks(rank, tensor, stages, Echo(), group, None, device, peers)

@@ -7,6 +7,7 @@ from tokserve.base.rooms import Room
 ROOM = Room(
     parts={
         "executor": "tokserve.features.ranks.workers:make_executor",
+        "lone": "tokserve.features.ranks.ranks:lone_rank",
         "hold": "tokserve.features.ranks.headless:hold",
     },
 )

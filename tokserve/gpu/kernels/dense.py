@@ -28,6 +28,7 @@ from tokserve.gpu.kernels.launch import (
     is_last_of,
     launch_dependents,
     launched,
+    only_compiles,
     prefetch,
     torch_device,
     tuned,
@@ -300,6 +301,8 @@ def accept_library(packed: PackedWeight) -> bool:
             product(x, packed.packed, None, both[1], None)
             if not torch.equal(both[0], both[1]):
                 return False
+    if only_compiles():  # the library may not be accepted where these kernels serve
+        return False
     _accepted.add(kind)
     return True
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -94,13 +94,34 @@ def table() -> dict[str, list[dict[str, Any]]]:
     return entries
 
 
-@cache
+class Gpu(NamedTuple):
+    """What launches depend on: the architecture ("sm_90"), the bytes of shared memory that a program may take, and the
+    number of multiprocessors."""
+
+    architecture: str
+    shared_memory: int
+    multiprocessors: int
+
+
+INTERPRETER = Gpu("", 1 << 30, 1)  # runs programs one by one, and has no limit
+_stand_in = INTERPRETER  # what tensors that are on no GPU stand for
+
+
+def compile_for(gpu: Gpu) -> None:
+    """Let this process compile kernels for `gpu`, which it need not have, and run none: tensors are on "meta"."""
+    global _stand_in
+    _stand_in = gpu
+    tuned.cache_clear()
+
+
+def only_compiles() -> bool:
+    """Whether `compile_for` has been called."""
+    return _stand_in is not INTERPRETER
+
+
 def shared_memory(device: int | None) -> int:
     """Bytes of shared memory that a program may take on GPU number `device`; without limit in the interpreter."""
-    if device is None:
-        return 1 << 30
-    properties: Any = torch.cuda.get_device_properties(device)  # stubs lack the attribute
-    return int(properties.shared_memory_per_block_optin)
+    return _gpu(device).shared_memory
 
 
 @cache
@@ -129,15 +150,27 @@ def launched(device: int | None) -> dict[str, Any]:
     return EXACT | {"launch_pdl": True} if is_dependent(device) else EXACT
 
 
-@cache
 def _architecture(device: int | None) -> str:
-    return "" if device is None else "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    return _gpu(device).architecture
 
 
-@cache
 def multiprocessors(device: int | None) -> int:
     """The number that the GPU has; 1 on a CPU, where the interpreter runs programs one by one."""
-    return 1 if device is None else int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return _gpu(device).multiprocessors
+
+
+def _gpu(device: int | None) -> Gpu:
+    return _stand_in if device is None else _installed(device)
+
+
+@cache
+def _installed(device: int) -> Gpu:
+    properties: Any = torch.cuda.get_device_properties(device)  # stubs lack attributes
+    return Gpu(
+        f"sm_{properties.major}{properties.minor}",
+        int(properties.shared_memory_per_block_optin),
+        int(properties.multi_processor_count),
+    )
 
 
 def counters(device: torch.device) -> Tensor:
@@ -193,6 +226,9 @@ def compile_ahead(jobs: int) -> Iterator[None]:
 
     The kernels' outputs are not initialized, so nothing inside may depend on their values.
     """
+    if only_compiles():  # as it does outside
+        yield
+        return
     with _compiling:  # one at a time: each replaces Triton's method and restores it
         yield from _compile_ahead(jobs)
 
@@ -221,7 +257,10 @@ def _compile_ahead(jobs: int) -> Iterator[None]:
 
 
 def torch_device() -> torch.device:
-    """The device of the kernels' tensors: the current GPU, or the CPU under the interpreter."""
+    """The device of the kernels' tensors: the current GPU, the CPU under the interpreter, or "meta" where kernels are
+    compiled for a GPU that is not there."""
+    if only_compiles():
+        return torch.device("meta")
     if triton.knobs.runtime.interpret:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
