@@ -7,6 +7,9 @@ Each has run on CPUs and on a simulated device; here memory, streams and graphs 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -67,6 +70,18 @@ def test_sleep_gives_the_memory_of_the_cache_back() -> None:
         good(server.post("/wake_up", {}))
         until(lambda: free_bytes() - awake < 0.1 * (1 << 30), "the KV cache is not taken again")
         assert check_alone_and_together(server) == before
+
+
+def test_a_start_finds_what_was_compiled_without_a_gpu(tmp_path: Path) -> None:
+    architecture, cache = "sm_{}{}".format(*torch.cuda.get_device_capability()), str(tmp_path)
+    words = [sys.executable, "-m", "tokserve", "compile", "demo", "--arch", architecture, *MEMORY]
+    without = os.environ | {"TRITON_CACHE_DIR": cache, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run(words, env=without, check=True)
+    compiled = set(tmp_path.glob("*/*.cubin"))
+    with Server("demo", *FLAGS, env={"TRITON_CACHE_DIR": cache}) as server:
+        check_alone_and_together(server)
+        assert any("most kernels are compiled" in line for line in server.log)
+    assert compiled and set(tmp_path.glob("*/*.cubin")) == compiled
 
 
 def test_weights_that_come_under_load_serve_from_one_token_to_the_next() -> None:
