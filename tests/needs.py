@@ -140,6 +140,7 @@ TRITON = Need(
         "ops/test_triton.py",
         "ops/test_tuning.py",
         "runner/test_gpu_probe.py",
+        "runner/test_compile.py",
         "runner/test_triton.py",
         "train/test_gpu_families.py",
         "train/test_gpu_policy.py",

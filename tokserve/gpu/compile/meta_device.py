@@ -27,7 +27,7 @@ class ReadsZeros(TorchFunctionMode):
     Weights that would be drawn on the host are zeros, too."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(function, "__name__", "")
+        name = function.__name__
         if name == "normal_":
             return args[0].zero_()
         if args and isinstance(args[0], Tensor) and args[0].device == META:
