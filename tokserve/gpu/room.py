@@ -11,6 +11,7 @@ ROOM = Room(
     command_line="tokserve.gpu.compile.command:COMMANDS",
     parts={
         "backend": "tokserve.gpu.cuda:CudaBackend",
+        "compile_start": "tokserve.gpu.compile.start:compile_start",
         "compile_ahead": "tokserve.gpu.kernels.launch:compile_ahead",
         "blocks": "tokserve.gpu.block_copies:DeviceBlocks",
         "peers": "tokserve.gpu.peers:PeerMemory",

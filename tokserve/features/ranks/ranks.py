@@ -210,11 +210,11 @@ def join_peers(
         return None
 
 
-class Joined(Collectives, Copies, Protocol):
+class Exchanges(Collectives, Copies, Protocol):
     """Ranks that exchange tensors of steps in every way."""
 
 
-def peer_groups(rank: int, tensor: int, stages: int, join: Callable[[str, Sequence[int]], Joined]) -> PeerGroups:
+def peer_groups(rank: int, tensor: int, stages: int, join: Callable[[str, Sequence[int]], Exchanges]) -> PeerGroups:
     """The groups of this rank, which `join` makes from their names and their ranks."""
     stage = rank // tensor
     first = stage * tensor
@@ -249,7 +249,7 @@ class Echo:
 
 
 def lone_rank(
-    rank: int, tensor: int, stages: int, device: Device, join: Callable[[str, Sequence[int]], Joined]
+    rank: int, tensor: int, stages: int, device: Device, join: Callable[[str, Sequence[int]], Exchanges]
 ) -> JoinedRanks:
     """A rank whose others are not there, for a device that computes nothing; `join`: as for `peer_groups`."""
     peers = peer_groups(rank, tensor, stages, join)

@@ -9,6 +9,7 @@ from typing import Any
 
 from tokserve.base import log
 from tokserve.base.errors import StartError
+from tokserve.base.rooms import part
 from tokserve.cli.command import Command, add_model, take_model
 from tokserve.cli.options import add_flags, add_foreign_flags
 from tokserve.config import WITHOUT_EFFECT, Config
@@ -55,11 +56,9 @@ def run(parser: argparse.ArgumentParser, values: dict[str, Any]) -> int:
         logger.warning(WITHOUT_EFFECT, name)
     config = resolve(config)
     try:
-        from tokserve.gpu.compile.start import compile_start
-        from tokserve.gpu.compile.targets import TARGETS
+        compiled = part("gpu", "compile_start")(config, architecture)
     except ImportError as error:
         raise StartError(f"compile needs {error.name}: pip install triton") from None
-    compiled = compile_start(config, TARGETS[architecture])
     for failure in compiled.failures:
         print(f"tokserve: error: {failure}", file=sys.stderr)
     print(

@@ -42,8 +42,9 @@ class Compiled:
     seconds: float
 
 
-def compile_start(config: Config, gpu: Gpu) -> Compiled:
-    """Compile what a server with this resolved configuration launches on `gpu`, into Triton's cache on disk.
+def compile_start(config: Config, architecture: str) -> Compiled:
+    """Compile what a server with this resolved configuration launches on a GPU of an architecture of `TARGETS`, into
+    Triton's cache on disk.
 
     Takes the whole process: it compiles for this GPU and runs no kernel from here on.  Weights need not be there.
     Raises StartError as the start would.
@@ -51,6 +52,7 @@ def compile_start(config: Config, gpu: Gpu) -> Compiled:
     began = time.perf_counter()
     if triton.knobs.runtime.interpret:
         raise StartError("TRITON_INTERPRET is set, with which Triton compiles nothing")
+    gpu = targets.TARGETS[architecture]
     targets.use(gpu)
     directory = Path(triton.knobs.cache.dir)
     before = _binaries(directory)

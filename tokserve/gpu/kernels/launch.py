@@ -104,19 +104,26 @@ class Gpu(NamedTuple):
 
 
 INTERPRETER = Gpu("", 1 << 30, 1)  # runs programs one by one, and has no limit
-_stand_in = INTERPRETER  # what tensors that are on no GPU stand for
+
+
+class _Process:
+    """What tensors that are on no GPU stand for."""
+
+    gpu = INTERPRETER
+
+
+_process = _Process()
 
 
 def compile_for(gpu: Gpu) -> None:
     """Let this process compile kernels for `gpu`, which it need not have, and run none: tensors are on "meta"."""
-    global _stand_in
-    _stand_in = gpu
+    _process.gpu = gpu
     tuned.cache_clear()
 
 
 def only_compiles() -> bool:
     """Whether `compile_for` has been called."""
-    return _stand_in is not INTERPRETER
+    return _process.gpu is not INTERPRETER
 
 
 def shared_memory(device: int | None) -> int:
@@ -160,7 +167,7 @@ def multiprocessors(device: int | None) -> int:
 
 
 def _gpu(device: int | None) -> Gpu:
-    return _stand_in if device is None else _installed(device)
+    return _process.gpu if device is None else _installed(device)
 
 
 @cache
