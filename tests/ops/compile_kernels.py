@@ -275,12 +275,30 @@ def gradient_calls(call: dict[str, Any], *, wide_heads: bool) -> None:
     call["matrix_product"](torch.empty(501, inner, dtype=BF16).t(), torch.empty(501, hidden, dtype=BF16), torch.float32)
     call["matrix_product"](x, torch.empty(16, hidden, dtype=BF16).t(), torch.float32)
     call["matrix_product"](x.float(), torch.empty(hidden, hidden))
+    mixture_gradient_calls(call)
     tree = torch.zeros(9, dtype=LONG), torch.zeros(4096, dtype=LONG), torch.zeros(9, dtype=LONG)
     wide = [(256, BF16, 0, 0.0)] if wide_heads else []
     cases = [(64, BF16, 0, 0.0), (128, BF16, 0, 0.0), (128, BF16, 1000, 50.0), (128, torch.float32, 0, 0.0), *wide]
     for dim, dtype, window, softcap in cases:
         q, k = torch.empty(rows, 32, dim, dtype=dtype), torch.empty(rows, 8, dim, dtype=dtype)
         call["attention_gradients"](q, q, k, k, *tree, 0.1, window, softcap)
+
+
+def mixture_gradient_calls(call: dict[str, Any]) -> None:
+    """What a trainer needs of a layer of 30B-A3B."""
+    rows, count, hidden, inner, k = 4096, 128, 2048, 768, 8
+    starts = torch.zeros(count + 1, dtype=INT)
+    for dtype in (BF16, torch.float32):
+        x, both = torch.empty(rows, hidden, dtype=dtype), torch.empty(rows, 2 * inner, dtype=dtype)
+        gate_up, down = [torch.empty(2 * inner, hidden, dtype=dtype)] * count, [both.new_empty(hidden, inner)] * count
+        call["expert_products"](x, gate_up, starts, True)
+        call["expert_products"](both, gate_up, starts, False)
+        call["expert_products"](x, down, starts, False, torch.float32)
+        call["expert_weight_gradients"](both, x, starts)
+        call["row_products"](torch.empty(rows, inner), both[:, :inner])
+    logits, ids = torch.empty(rows, count), torch.zeros(rows, k, dtype=INT)
+    for sigmoid in (False, True):
+        call["route_gradients"](torch.empty(rows, k), logits, ids, sigmoid, True, 0.0, 1.0)
 
 
 def candidate_calls(*, has_float8: bool) -> None:

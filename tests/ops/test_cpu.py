@@ -17,18 +17,18 @@ from torch import Tensor
 
 from tests.ops import pages
 from tests.ops.packing import PACKING, pack_arguments
-from tests.ops.samples import recurrent
+from tests.ops.samples import gradients, recurrent
 from tests.ops.samples.wna16 import weights
 from tests.tiers import slow_cases
 from tokserve import ops
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
 
-_C, BY_TORCH = pytest.importorskip("tokserve._C"), ("sum_rows", "softmax", "layer_norm_gradients")
+_C = pytest.importorskip("tokserve._C")
 registry.load_extension("cpu")
 # for devices with their own memory or a library of products, those that compute in float8, and gradients by torch
 NOT_ON_CPU = {"sample_few", "advance_step", "edit_rows", "prepare_step", "attention_work", "accept_library"}
-NOT_ON_CPU |= {"pack_linear_float8", "pack_scaled_float8", "linear_float8", *BY_TORCH}
+NOT_ON_CPU |= {"pack_linear_float8", "pack_scaled_float8", "linear_float8", *gradients.BY_TORCH}
 NAMES = [name for name in OPS if name not in {*PACKING.values(), "pack_int4", "pack_gated_int4"} | NOT_ON_CPU]
 CALLS: dict[str, Callable[..., Any]] = {
     name: op.implementations["cpp"].call for name, op in OPS.items() if name not in NOT_ON_CPU

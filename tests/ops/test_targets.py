@@ -187,9 +187,10 @@ def test_decode_and_prefill_do_the_same_arithmetic_on_sm_90(compiled: dict[str, 
 
 @pytest.mark.slow
 def test_gradients_add_up_in_one_order_on_sm_90(compiled: dict[str, Any]) -> None:
-    kernels = variants(compiled, "matrix_product", "query_gradients", "key_gradients")
+    products = "matrix_product", "expert_products", "expert_weights"
+    kernels = variants(compiled, *products, "query_gradients", "key_gradients")
     by_matrix_unit = {name: figures for name, figures in kernels.items() if figures["chains"]}
-    assert len(by_matrix_unit) == 4 + 3 + 3 and len(kernels) == len(by_matrix_unit) + 3  # in float32
+    assert len(by_matrix_unit) == 4 + 3 + 1 + 3 + 3 and len(kernels) == len(by_matrix_unit) + 6  # in float32
     for name, figures in by_matrix_unit.items():
         assert not figures["fma"], f"{name} contracts"
         for chain in figures["chains"]:

@@ -94,6 +94,42 @@ def test_rows_do_not_depend_on_other_rows(dtype: torch.dtype) -> None:
             assert torch.equal(call(rows), all_rows[rows])
 
 
+@OF_A_DTYPE
+def test_gradients_of_experts_do_not_depend_on_other_rows(dtype: torch.dtype) -> None:
+    """Rows of an expert with more than a tile of them, and of one with none between; and the same with fewer."""
+    of_weights, rows, route = (
+        on_device(name) for name in ("expert_weight_gradients", "row_products", "route_gradients")
+    )
+    call: Any = OPS["expert_products"].implementations["triton"].call
+    counts, shapes = [3, 0, 140], [(143, 40), (143, 24), (3, 40, 24)]
+    grad, x, weights = (randn(dtype, seed, *shape) for seed, shape in enumerate(shapes))
+    starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+    fewer = torch.tensor([0, 0, 1, 61], dtype=torch.int32)
+    chosen = torch.cat([torch.arange(1), torch.arange(40, 100)])
+    for transposed in (False, True):
+        stored = [one.t().contiguous() if transposed else one for one in weights]
+        on_card = [to_device(one) for one in stored]
+        both = to_cpu(call(to_device(grad), on_card, to_device(starts), transposed, torch.float32))
+        expected = gradients.expert_products.reference(grad, stored, starts, transposed, torch.float32)
+        torch.testing.assert_close(both, expected, atol=1e-4, rtol=1e-4)
+        # the one row of the first expert is now one of the second, of the same weight
+        on_card[1] = on_card[0]
+        part = to_cpu(call(to_device(grad[chosen]), on_card, to_device(fewer), transposed, torch.float32))
+        assert torch.equal(part, both[chosen])
+    total = of_weights(grad, x, starts)
+    expected = gradients.expert_weight_gradients.reference(grad, x, starts)
+    torch.testing.assert_close(total, expected, atol=1e-4, rtol=1e-4)
+    assert not total[1].any()
+    alone = of_weights(grad[3:], x[3:], torch.tensor([0, 140], dtype=torch.int32))
+    assert torch.equal(alone[0], total[2])
+    logits, of_choices = randn(torch.float32, 4, 20, 24), randn(torch.float32, 5, 20, 3)
+    ids = logits.sort(dim=-1, descending=True).indices[:, :3].int().contiguous()
+    for sigmoid in (False, True):
+        every = route(of_choices, logits, ids, sigmoid, True, 0.0, 2.5)
+        assert torch.equal(route(of_choices[4:9], logits[4:9], ids[4:9], sigmoid, True, 0.0, 2.5), every[4:9])
+    assert torch.equal(rows(grad[4:9], grad[5:10]), rows(grad[:-1], grad[1:])[4:9])
+
+
 def test_long_sums_have_one_order() -> None:
     """The weight and bias of norms over several parts of rows, rows by place, and a row's mass over several blocks."""
     rows = 20

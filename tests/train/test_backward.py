@@ -200,6 +200,25 @@ def test_gradcheck_of_norms() -> None:
     assert torch.autograd.gradcheck(centered, (double(6, 9, seed=1), double(9, seed=2), double(9, seed=3)))
 
 
+@pytest.mark.parametrize("sigmoid", [False, True])
+@pytest.mark.parametrize(("normalize", "added"), [(False, 0.0), (True, 0.0), (True, 0.1)])
+def test_gradcheck_of_a_routers_weights(sigmoid: bool, normalize: bool, added: float) -> None:
+    """The choice itself stays."""
+    logits = double(5, 8, seed=1)
+    ids = logits.detach().sort(dim=-1, descending=True).indices[:, :3].int()
+
+    def weights(logits: Tensor) -> Tensor:
+        scores = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, -1)
+        chosen = scores.gather(1, ids.long())
+        return 2.5 * (chosen / (chosen.sum(-1, keepdim=True) + added) if normalize else chosen)
+
+    function = with_gradient(
+        weights,
+        lambda grad, logits: gradients.route_gradients.reference(grad, logits, ids, sigmoid, normalize, added, 2.5),
+    )
+    assert torch.autograd.gradcheck(function, logits)
+
+
 @pytest.mark.parametrize(("window", "softcap"), slow_cases([(3, 1.5), (0, 0.0), (3, 0.0), (0, 1.5)], (3, 1.5)))
 def test_gradcheck_of_attention(window: int, softcap: float) -> None:
     cuts, path = torch.tensor([0, 7]), torch.arange(7)

@@ -32,6 +32,9 @@ pytestmark = [
 CASES: dict[str, dict[str, Any]] = {  # all with one layer
     "cohere": {},  # norms that subtract the mean, without a bias
     "starcoder2": {},  # with one
+    "qwen2_moe": {"mlp_only_layers": []},  # a softmax, a shared expert with a gate
+    "glm4_moe": {"first_k_dense_replace": 0},  # a sigmoid, groups, a bias of the choice
+    "granitemoe": {},  # experts in one tensor
 }
 
 

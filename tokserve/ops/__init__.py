@@ -62,6 +62,8 @@ __all__ = [
     "edit_rows",
     "embedding",
     "embedding_wna16",
+    "expert_products",
+    "expert_weight_gradients",
     "experts",
     "experts_int8",
     "experts_wna16",
@@ -104,6 +106,8 @@ __all__ = [
     "rms_norm",
     "rope",
     "route",
+    "route_gradients",
+    "row_products",
     "sample",
     "sample_few",
     "sample_fused",
@@ -178,6 +182,10 @@ norm_gradients = gradients.norm_gradients.reference
 layer_norm_gradients = gradients.layer_norm_gradients.reference
 matrix_product = gradients.matrix_product.reference
 sum_rows = gradients.sum_rows.reference
+expert_products = gradients.expert_products.reference
+expert_weight_gradients = gradients.expert_weight_gradients.reference
+row_products = gradients.row_products.reference
+route_gradients = gradients.route_gradients.reference
 softmax = gradients.softmax.reference
 sample = sampling.sample.reference
 sample_fused = sampling.sample_fused.reference

@@ -1,5 +1,5 @@
 """References of what gradients need: products, sums by row, softmax; those of attention over sequences that share
-prefixes, of activations, of norms.
+prefixes, of activations, of norms, of experts and their router.
 
 The server never calls them.  Products and long sums run on one thread: a library may divide them among threads.
 """
@@ -7,6 +7,7 @@ The server never calls them.  Products and long sums run on one thread: a librar
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from tokserve.ops import dense, elementwise
 from tokserve.ops.elementwise import widened
+from tokserve.ops.mixture import MIN_SUM, scores_of
 from tokserve.ops.registry import op
 from tokserve.ops.serial import one_thread
 
@@ -43,6 +45,66 @@ def sum_rows(rows: Tensor, places: Tensor, count: int) -> Tensor:
 def softmax(x: Tensor) -> Tensor:
     """exp(x - max(x)) / sum(exp(x - max(x))) of each row of x [T,V] float32, which is overwritten and returned."""
     return torch.softmax(x, -1, out=x)
+
+
+PRODUCT_TOLERANCE = matrix_product.tolerance
+
+
+@op(tolerance=PRODUCT_TOLERANCE)
+def expert_products(
+    x: Tensor, weights: Sequence[Tensor], starts: Tensor, transposed: bool, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """The `matrix_product` of rows x [R,N] with the weights [N,K] of their experts, or `transposed` [K,N]: [R,K].
+
+    Rows are sorted by expert: those of expert e are starts[e] .. starts[e+1] - 1, [E+1] int32.
+    """
+    out = x.new_empty((len(x), weights[0].shape[0 if transposed else 1]), dtype=out_dtype or x.dtype)
+    for weight, (first, end) in zip(weights, pairwise(starts.tolist()), strict=True):
+        out[first:end] = matrix_product.reference(x[first:end], weight.t() if transposed else weight, out_dtype)
+    return out
+
+
+@op(tolerance=PRODUCT_TOLERANCE)
+def expert_weight_gradients(grad: Tensor, x: Tensor, starts: Tensor) -> Tensor:
+    """The gradients of the weights of experts [E,N,K] float32 in x W^T, from that of the products [R,N] and x [R,K].
+
+    A sum over the expert's rows in their order, zero if it has none.  `starts` as for `expert_products`.
+    """
+    out = x.new_zeros((len(starts) - 1, grad.shape[1], x.shape[1]), dtype=torch.float32)
+    for number, (first, end) in enumerate(pairwise(starts.tolist())):
+        if end > first:
+            out[number] = matrix_product.reference(grad[first:end].t(), x[first:end], torch.float32)
+    return out
+
+
+@op(tolerance={dtype: (1e-4, 1e-5) for dtype in ROW_TOLERANCE})
+def row_products(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of the products of each row of a with that of b, both [T,H]: [T] float32."""
+    with one_thread():
+        return (widened(a) * widened(b)).sum(-1)
+
+
+@op(tolerance={torch.float32: (1e-6, 1e-5)})
+def route_gradients(
+    grad: Tensor, logits: Tensor, ids: Tensor, sigmoid: bool, normalize: bool, added: float, scale: float
+) -> Tensor:
+    """The gradient of logits [T,E] in `route`, from that of the weights [T,k], all float32, where it chose ids [T,k].
+
+    The choice itself, and a bias that counts for it alone, have none.  With scores s, their sum S over the chosen and
+    g = scale grad: of a chosen score (g - sum(g s) / S) / S if they are normalized, else g; then that of the softmax or
+    the sigmoid.
+    """
+    scores = scores_of(logits, sigmoid)
+    upstream, chosen = grad * scale, scores.gather(1, ids.long())
+    with one_thread():
+        if normalize:
+            total = chosen.sum(-1, keepdim=True) + added
+            along = (upstream * chosen).sum(-1, keepdim=True) / total
+            upstream = torch.where(total > MIN_SUM, upstream - along, upstream) / total.clamp(min=MIN_SUM)
+        of_scores = torch.zeros_like(scores).scatter_(1, ids.long(), upstream)
+        if sigmoid:
+            return of_scores * scores * (1.0 - scores)
+        return scores * (of_scores - (of_scores * scores).sum(-1, keepdim=True))
 
 
 @op(tolerance=ROW_TOLERANCE)

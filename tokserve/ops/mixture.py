@@ -44,7 +44,7 @@ def route(
     `kept_groups`, a group being as good as its best expert, or (`two_of_group`) its two best together.  A weight is the
     score, without bias, over the sum of the chosen and `added` (if `normalize`), times `scale`.
     """
-    scores = _scores(logits, sigmoid)
+    scores = scores_of(logits, sigmoid)
     choice = logits if bias is None and groups == 1 else scores if bias is None else scores + bias
     if groups > 1:
         choice = _within_groups(choice, groups, kept_groups, two_of_group)
@@ -56,7 +56,8 @@ def route(
     return ids.int().contiguous(), (weights * scale).contiguous()
 
 
-def _scores(logits: Tensor, sigmoid: bool) -> Tensor:
+def scores_of(logits: Tensor, sigmoid: bool) -> Tensor:
+    """The scores of all experts [T,E]: the softmax of their logits, or the sigmoid of each."""
     if sigmoid:
         return 1.0 / (1.0 + torch.exp(-logits))
     powers = torch.exp(logits - logits.amax(-1, keepdim=True))

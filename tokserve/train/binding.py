@@ -5,6 +5,7 @@ from __future__ import annotations
 from tokserve import ops as bound_ops
 from tokserve.ops import devices
 from tokserve.ops.arithmetic import FMA, choose_kernels
+from tokserve.ops.registry import REFERENCE
 from tokserve.train.layers.products import Products
 
 COMPILED = "cpp"
@@ -37,7 +38,8 @@ class Binding:
     @property
     def products(self) -> Products:
         """Which products gradients are made of."""
-        return Products(native=self.arithmetic not in (None, FMA))
+        grouped = self._chosen["expert_products"] != REFERENCE  # which would compute expert after expert, too
+        return Products(native=self.arithmetic not in (None, FMA), grouped=grouped)
 
     def _current(self) -> list[object]:
         return [vars(bound_ops)[name] for name in self._chosen]

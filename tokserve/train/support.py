@@ -61,7 +61,6 @@ KNOWN: dict[type, set[str]] = {
         "inner",
         "router",
         "activation",
-        "bias",
         "shared",
         "shared_name",
         "shared_gate",
@@ -122,8 +121,6 @@ def check_spec(spec: DecoderSpec, device: str = "cpu") -> None:
 
 def _check_kernels(spec: DecoderSpec, device: str) -> None:
     for number, block in enumerate(spec.blocks):
-        if isinstance(block.mlp, MixtureSpec):
-            raise StartError(f"layer {number}: a mixture of experts cannot be trained on {device!r}, but on a CPU")
         if isinstance(block.attention, RecurrentSpec):
             raise StartError(f"layer {number}: a recurrent state cannot be trained on {device!r}, but on a CPU")
 

@@ -8,6 +8,9 @@ import torch
 
 from tests.ops.samples.common import PRODUCTS, Samples, normal
 
+BY_TORCH = {"sum_rows", "softmax", "layer_norm_gradients", "row_products", "route_gradients"}  # on a CPU
+BY_TORCH |= {"expert_products", "expert_weight_gradients"}
+
 
 def matrix_product(dtype: torch.dtype) -> Samples:
     """Plain operands, and transposes of contiguous ones."""
@@ -28,6 +31,47 @@ def softmax(dtype: torch.dtype) -> Samples:
         x = 4.0 * normal(dtype, width, rows, width)
         x[:, 2:5] = float("-inf")
         yield (x,)
+
+
+SORTED = (  # rows of experts, inputs, outputs
+    ((1,), 64, 33),
+    ((3, 0, 9, 1), 33, 40),
+    ((0, 5, 0), 70, 24),
+    ((140, 2, 33), 40, 24),
+    ((0, 0), 8, 8),
+)
+
+
+def expert_products(dtype: torch.dtype) -> Samples:
+    for number, (counts, inputs, outputs) in enumerate(SORTED):
+        starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+        x = normal(dtype, number, sum(counts), inputs)
+        weights = normal(dtype, 5, len(counts), inputs, outputs) / inputs**0.5
+        yield x, list(weights), starts, False
+        yield x, list(weights.transpose(1, 2).contiguous()), starts, True, torch.float32
+
+
+def expert_weight_gradients(dtype: torch.dtype) -> Samples:
+    for number, (counts, inputs, outputs) in enumerate(SORTED):
+        starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+        rows = sum(counts)
+        yield normal(dtype, number, rows, outputs), normal(dtype, 7, rows, inputs) / max(1, rows) ** 0.5, starts
+
+
+def row_products(dtype: torch.dtype) -> Samples:
+    for rows, width in ((1, 7), (5, 320), (2, 5000), (0, 8)):
+        yield normal(dtype, 1, rows, width), normal(dtype, 2, rows, width)
+        yield normal(torch.float32, 1, rows, width), normal(dtype, 3, rows, width)
+
+
+def route_gradients(dtype: torch.dtype) -> Samples:
+    for tokens, count, k in ((1, 8, 2), (5, 64, 8), (17, 60, 4), (40, 32, 1), (0, 4, 2), (3, 3, 3)):
+        logits, grad = normal(dtype, tokens, tokens, count), normal(dtype, 1, tokens, k)
+        ids = logits.sort(dim=-1, descending=True).indices[:, :k].int().contiguous()
+        for sigmoid in (False, True):
+            yield grad, logits, ids, sigmoid, True, 0.0, 1.0
+            yield grad, logits, ids, sigmoid, True, 1e-2, 2.5
+            yield grad, logits, ids, sigmoid, False, 0.0, 16.0
 
 
 def activation_gradients(dtype: torch.dtype) -> Samples:

@@ -2,11 +2,15 @@
 
 Which experts a token has is not differentiable; gradients reach the router through the weights of those it chose.  The
 bias that some routers add for the choice alone gets none.
+
+The backward pass sorts the choices by expert, those of one in the order of their tokens.  A token adds up the gradients
+from its experts in the order of its choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,8 +20,8 @@ from torch.autograd.function import once_differentiable
 from tokserve import ops
 from tokserve.families.mixtures.experts import Experts, Mixture, MixtureSpec, Router
 from tokserve.layers.linear import Linear
-from tokserve.layers.quant import gated
-from tokserve.ops.mixture import MIN_SUM
+from tokserve.layers.quant import Packed, gated
+from tokserve.ops.dense import PackedWeight
 from tokserve.train.layers import backward
 from tokserve.train.layers.products import Products
 
@@ -96,14 +100,8 @@ class _Choose(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _: Any, grad: Tensor) -> Any:
         logits, ids = ctx.saved_tensors
-        with torch.enable_grad():
-            leaf = logits.detach().requires_grad_()
-            scores = torch.sigmoid(leaf) if ctx.spec.sigmoid else torch.softmax(leaf, -1)
-            weights = scores.gather(1, ids.long())
-            if ctx.spec.normalize:
-                weights = weights / (weights.sum(-1, keepdim=True) + ctx.spec.added).clamp(min=MIN_SUM)
-            (grad_logits,) = torch.autograd.grad(weights * ctx.spec.scale, leaf, grad)
-        return grad_logits, None
+        spec = ctx.spec
+        return ops.route_gradients(grad, logits, ids, spec.sigmoid, spec.normalize, spec.added, spec.scale), None
 
 
 class _Combine(torch.autograd.Function):
@@ -128,87 +126,135 @@ class _Combine(torch.autograd.Function):
         x, ids, weights, shared, shared_gate, *masters = ctx.saved_tensors
         layer, products, names = ctx.frame
         needs = dict(zip(names, ctx.needs_input_grad[6:], strict=True))
-        upstream = grad.float()
-        grad_shared, grad_gate = _shared_gradients(upstream, shared, shared_gate)
-        grad_x = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        grad_weights = torch.zeros_like(weights)
-        grads = _Gradients(layer, dict(zip(names, masters, strict=True)), needs, products)
-        for expert in range(layer.spec.experts):
-            token, slot = (ids == expert).nonzero(as_tuple=True)
-            if len(token) == 0:
-                continue
-            rows, share = x[token], weights[token, slot, None]
-            grad_rows, outputs = grads.of_expert(expert, rows, upstream[token] * share)
-            grad_weights[token, slot] = (upstream[token] * outputs).sum(-1)
-            grad_x[token] += grad_rows.float()  # a token has an expert once
-        results = [grads.result[name] if needs[name] else None for name in names]
-        return grad_x.to(x.dtype), None, grad_weights, grad_shared, grad_gate, None, *results
+        experts = _Experts(layer, dict(zip(names, masters, strict=True)), needs, products)
+        grad_x, grad_weights = _expert_gradients(experts, grad, x, ids, weights)
+        grad_shared, grad_gate = _shared_gradients(grad, shared, shared_gate)
+        of_masters = experts.of_masters()
+        return grad_x, None, grad_weights, grad_shared, grad_gate, None, *map(of_masters.get, names)
 
 
-def _shared_gradients(
-    upstream: Tensor, shared: Tensor | None, gate: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
+def _shared_gradients(grad: Tensor, shared: Tensor | None, gate: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of a shared block's output [T, H], and of its gate [T, 1]."""
-    if shared is None:
-        return None, None
-    if gate is None:
-        return upstream.to(shared.dtype), None
-    open_ = torch.sigmoid(gate)
-    of_gate = (upstream * shared.float()).sum(-1, keepdim=True) * open_ * (1.0 - open_)
-    return (upstream * open_).to(shared.dtype), of_gate
+    if shared is None or gate is None:
+        return (None if shared is None else grad), None
+    share = 1.0 / (1.0 + torch.exp(-gate))
+    of_gate = ops.row_products(grad, shared)[:, None] * share * (1.0 - share)
+    return (grad.float() * share).to(shared.dtype), of_gate
 
 
-class _Gradients:
-    """Gradients of the experts' masters, zeros for those that no token had."""
+def _expert_gradients(
+    experts: _Experts, grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x [T, H] and of the choices' weights [T, k], for that of the weighted sum [T, H]; those of the
+    masters are in `experts`."""
+    owners, order = torch.sort(ids.flatten(), stable=True)
+    starts = torch.searchsorted(owners, torch.arange(experts.count + 1, dtype=owners.dtype, device=owners.device))
+    tokens, shares = order // ids.shape[1], weights.flatten().index_select(0, order)
+    of_rows, of_shares = x.new_empty(len(order), x.shape[1]), torch.empty_like(shares)
+    for expert, rows in experts.parts(starts.int(), len(order)):
+        inputs, upstream, share = x[tokens[rows]], grad[tokens[rows]], shares[rows, None]
+        both = experts.product(expert, inputs)
+        inner = gated(both, experts.activation)
+        through = experts.through_down(expert, upstream)
+        of_shares[rows] = ops.row_products(through, inner)
+        grad_inner = (through.float() * share).to(x.dtype)
+        grad_both = ops.activation_gradients(grad_inner, both, experts.activation, True)
+        of_rows[rows] = experts.through_up(expert, grad_both)
+        experts.add(expert, grad_both, inputs, (upstream.float() * share).to(x.dtype), inner)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    grad_x = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for place in places.view(ids.shape).unbind(1):
+        grad_x += of_rows.index_select(0, place)
+    return grad_x.to(x.dtype), of_shares.index_select(0, places).view(ids.shape)
+
+
+class _Experts:
+    """A layer's experts in the backward pass: expert after expert with the products of dense layers, or all together.
+
+    Where methods take an expert, None stands for all, with the rows of all.  The gradients of masters are zero for
+    experts that no token had.
+    """
 
     def __init__(self, layer: Experts, masters: Masters, needs: Mapping[str, bool], products: Products) -> None:
+        spec, hidden = layer.spec, layer.hidden
         self._layer, self._masters, self._needs, self._products = layer, masters, needs, products
-        self.result = {
-            name: torch.zeros(master.shape, dtype=torch.float32, device=master.device)
-            for name, master in masters.items()
-            if needs[name]
-        }
+        self.activation, self.count = spec.activation, spec.experts
+        self._starts = torch.empty(0, dtype=torch.int32)
+        self._of_up = self._zeros(slice(0, -1), 2 * spec.inner, hidden)
+        self._of_down = self._zeros(slice(-1, None), hidden, spec.inner)
 
-    def of_expert(self, expert: int, rows: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
-        """(gradient of the rows [n, H], the expert's outputs [n, H] float32) for that of the outputs, float32."""
-        layer, spec = self._layer, self._layer.spec
-        gate_up_bias = None if layer.gate_up_bias is None else layer.gate_up_bias[expert]
-        down_bias = None if layer.down_bias is None else layer.down_bias[expert]
-        both = layer.quant.gated_linear(rows, layer.gate_up[expert], gate_up_bias, None)
-        inner = gated(both, spec.activation)
-        outputs = layer.quant.linear(inner, layer.down[expert], down_bias, torch.float32)
-        grad = upstream.to(rows.dtype)
-        weights = self._weights(expert)
-        grad_inner = self._products.linear_input(grad, weights[2:])
-        grad_both = ops.activation_gradients(grad_inner.contiguous(), both, spec.activation, True)
-        self._add(expert, grad_both, rows, grad, inner)
-        return self._products.linear_input(grad_both, weights[:2]), outputs
+    def _names(self, expert: int) -> list[str]:
+        """The masters of an expert: of gate and up, or of both together, and of down."""
+        if self._layer.spec.stacked:
+            return ["gate_up_proj", "down_proj"]
+        return [f"{expert}.{name}.weight" for name in self._layer.spec.names]
 
-    def _weights(self, expert: int) -> Sequence[Tensor]:
-        """Gate [I, H], up [I, H] and down [H, I] masters of an expert."""
-        spec = self._layer.spec
-        if not spec.stacked:
-            return [self._masters[f"{expert}.{name}.weight"] for name in spec.names]
-        gate, up = self._masters["gate_up_proj"][expert].chunk(2)
-        return [gate, up, self._masters["down_proj"][expert]]
+    def _zeros(self, shards: slice, *shape: int) -> Tensor | None:
+        """Zeros for the gradients of these shards of all experts; None if no master needs one."""
+        if not any(self._needs[name] for expert in range(self.count) for name in self._names(expert)[shards]):
+            return None
+        return torch.zeros(self.count, *shape, device=next(iter(self._masters.values())).device)
 
-    def _add(self, expert: int, grad_both: Tensor, rows: Tensor, grad: Tensor, inner: Tensor) -> None:
-        """Put the gradients of an expert's masters into `result`."""
-        spec, needs, result = self._layer.spec, self._needs, self.result
-        names = spec.names
-        gate, up, down = (f"{expert}.{name}.weight" for name in names)
-        if needs.get(gate) or needs.get(up) or needs.get("gate_up_proj"):
-            whole = self._products.linear_weight(grad_both, rows)
-            if spec.stacked:
-                result["gate_up_proj"][expert] = whole
-            else:
-                for name, half in zip((gate, up), whole.chunk(2), strict=True):
-                    if needs[name]:
-                        result[name].copy_(half)
-        if needs.get(down) or needs.get("down_proj"):
-            target = result["down_proj"][expert] if spec.stacked else result[down]
-            target.copy_(self._products.linear_weight(grad, inner))
-        if needs.get("gate_up_proj_bias"):
-            result["gate_up_proj_bias"][expert] = grad_both.float().sum(0)
-        if needs.get("down_proj_bias"):
-            result["down_proj_bias"][expert] = grad.float().sum(0)
+    def parts(self, starts: Tensor, count: int) -> Iterator[tuple[int | None, slice]]:
+        """The experts, and their rows of all.  `starts` [E + 1] int32: where the rows of each expert begin."""
+        if self._products.grouped:
+            self._starts = starts
+            yield None, slice(0, count)
+            return
+        for expert, (first, end) in enumerate(pairwise(starts.tolist())):
+            if end > first:
+                yield expert, slice(first, end)
+
+    def product(self, expert: int | None, rows: Tensor) -> Tensor:  # [n, H] -> [n, 2 I]
+        """What the activations are made of."""
+        layer = self._layer
+        if expert is None:
+            return ops.expert_products(rows, _weights(layer.gate_up), self._starts, True)
+        return layer.quant.gated_linear(rows, layer.gate_up[expert], None, None)
+
+    def through_down(self, expert: int | None, grad: Tensor) -> Tensor:  # [n, H] -> [n, I], may be float32
+        """The gradient of the inputs of the down projection."""
+        if expert is None:
+            return ops.expert_products(grad, _weights(self._layer.down), self._starts, False, torch.float32)
+        return self._products.linear_input(grad, self._of(expert)[-1:])
+
+    def through_up(self, expert: int | None, grad: Tensor) -> Tensor:  # [n, 2 I] -> [n, H]
+        """The gradient of the inputs of the gate and up projections."""
+        if expert is None:
+            return ops.expert_products(grad, _weights(self._layer.gate_up), self._starts, False)
+        return self._products.linear_input(grad, self._of(expert)[:-1])
+
+    def _of(self, expert: int) -> list[Tensor]:
+        """The masters of an expert."""
+        masters = [self._masters[name] for name in self._names(expert)]
+        return [master[expert] for master in masters] if self._layer.spec.stacked else masters
+
+    def add(self, expert: int | None, grad_both: Tensor, rows: Tensor, grad: Tensor, inner: Tensor) -> None:
+        """Keep the gradients of the weights of gate and up [2 I, H], and of down [H, I]."""
+        for total, upstream, inputs in ((self._of_up, grad_both, rows), (self._of_down, grad, inner)):
+            if total is not None and expert is None:
+                total.copy_(ops.expert_weight_gradients(upstream, inputs, self._starts))
+            elif total is not None:
+                total[expert] = self._products.linear_weight(upstream, inputs)
+
+    def of_masters(self) -> dict[str, Tensor]:
+        """The gradients of those that need one, by name."""
+        if self._layer.spec.stacked:
+            parts = dict(zip(self._names(0), (self._of_up, self._of_down), strict=True))
+        else:
+            parts = {}
+            for expert in range(self.count):
+                gate, up, down = self._names(expert)
+                halves = (None, None) if self._of_up is None else self._of_up[expert].chunk(2)
+                parts |= {
+                    gate: halves[0],
+                    up: halves[1],
+                    down: None if self._of_down is None else self._of_down[expert],
+                }
+        return {name: part for name, part in parts.items() if part is not None and self._needs[name]}
+
+
+def _weights(packed: Sequence[Packed | None]) -> list[Tensor]:
+    """The weights of experts on a device whose ops pack none in another layout."""
+    return [weight.packed for weight in packed if isinstance(weight, PackedWeight)]

@@ -18,9 +18,10 @@ from tokserve.train.layers import backward
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """`native`: torch's, for operands in bfloat16."""
+    """`native`: torch's, for operands in bfloat16.  `grouped`: those of all experts of a mixture are one call."""
 
     native: bool
+    grouped: bool = False
 
     def linear_input(self, grad: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """[T, N], each [n, K] -> [T, K] of grad's dtype: the gradient of x in x W^T, where `weights` are W's rows."""

@@ -6,6 +6,6 @@ does not depend on the others.
 
 from __future__ import annotations
 
-from tokserve.gpu.kernels.training import attention, products, rows
+from tokserve.gpu.kernels.training import attention, mixture, products, rows
 
-__all__ = ["attention", "products", "rows"]
+__all__ = ["attention", "mixture", "products", "rows"]
