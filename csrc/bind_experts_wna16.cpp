@@ -146,12 +146,12 @@ void add_part(Wna16Weight& weight, int bits, int64_t rows, int64_t columns, int6
               const Tensor& packed, const Tensor& factors, const Tensor& scales,
               const std::optional<Tensor>& sub_scales, const std::optional<Tensor>& mins,
               const std::optional<Tensor>& sub_mins, const std::optional<Tensor>& order, bool folded, bool rounded,
-              bool gated) {
+              bool float8, bool gated) {
   const char* op = "experts_wna16";
   require(weight.parts.empty() || (!weight.gated && !gated && weight.columns == columns), op,
           "the parts of a weight must fit each other");
   const Wna16Part part{bits,       rows, columns,  group, ratio,  packed,  factors, scales,
-                       sub_scales, mins, sub_mins, order, folded, rounded, gated};
+                       sub_scales, mins, sub_mins, order, folded, rounded, float8,  gated};
   const Wna16Args args = weight_args(part, op);
   for (int64_t i = 0; order && i < columns; i++)
     require(args.order[i] >= 0 && args.order[i] < columns, op, "order has an index outside K");
@@ -194,7 +194,7 @@ void bind_experts_wna16(nb::module_& m) {
       .def(nb::init<>())
       .def("add", add_part, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
-           nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>(),
+           nb::arg(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>(),
            nb::keep_alive<1, 11>(), nb::keep_alive<1, 12>(), nb::keep_alive<1, 13>());
 }
 

@@ -160,6 +160,8 @@ Wna16Args weight_args(const Wna16Part& p, const char* op) {
   require(p.packed, Kind::u8, {panels * panel_size(p.columns, p.bits)}, op, "the weight was packed for another shape");
   require(p.factors, Kind::i8, {16}, op, "factors must be int8 [16]");
   require(!p.folded || !p.mins, op, "a folded weight has no minima");
+  require(!p.float8 || (p.bits == 8 && !p.folded && !p.mins && !p.order && !p.sub_scales && p.ratio == 1), op,
+          "a float8 weight has scales only");
   if (p.order) require(*p.order, Kind::i32, {p.columns}, op, "order must be int32 [K]");
   Wna16Args a{};
   a.packed = p.packed.data<uint8_t>();
@@ -173,6 +175,7 @@ Wna16Args weight_args(const Wna16Part& p, const char* op) {
   a.bits = p.bits;
   a.folded = p.folded;
   a.rounded = p.rounded;
+  a.float8 = p.float8;
   return a;
 }
 
@@ -270,38 +273,39 @@ void bind_wna16(nb::module_& m) {
       "linear_wna16",
       [](const Tensor& x, int bits, int64_t rows, int64_t columns, int64_t group, int64_t ratio, const Tensor& packed,
          const Tensor& factors, const Tensor& scales, Optional sub_scales, Optional mins, Optional sub_mins,
-         Optional order, bool folded, bool rounded, Optional bias, int64_t first, const Tensor& out) {
+         Optional order, bool folded, bool rounded, bool float8, Optional bias, int64_t first, const Tensor& out) {
         const Wna16Part part{bits,       rows, columns,  group, ratio,  packed,  factors, scales,
-                             sub_scales, mins, sub_mins, order, folded, rounded, false};
+                             sub_scales, mins, sub_mins, order, folded, rounded, float8,  false};
         linear(x, part, bias, first, Gate::none, out);
       },
       nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-      nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none(),
-      nb::arg(), nb::arg());
+      nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
+      nb::arg().none(), nb::arg(), nb::arg());
   m.def(
       "gated_linear_wna16",
       [](const Tensor& x, int bits, int64_t rows, int64_t columns, int64_t group, int64_t ratio, const Tensor& packed,
          const Tensor& factors, const Tensor& scales, Optional sub_scales, Optional mins, Optional sub_mins,
-         Optional order, bool folded, bool rounded, Optional bias, const std::optional<std::string>& activation,
-         const Tensor& out) {
+         Optional order, bool folded, bool rounded, bool float8, Optional bias,
+         const std::optional<std::string>& activation, const Tensor& out) {
         const Wna16Part part{bits,       rows, columns,  group, ratio,  packed,  factors, scales,
-                             sub_scales, mins, sub_mins, order, folded, rounded, true};
+                             sub_scales, mins, sub_mins, order, folded, rounded, float8,  true};
         linear(x, part, bias, 0, gate_of(activation), out);
       },
       nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-      nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none(),
-      nb::arg().none(), nb::arg());
+      nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
+      nb::arg().none(), nb::arg().none(), nb::arg());
   m.def(
       "embedding_wna16",
       [](const Tensor& ids, int bits, int64_t rows, int64_t columns, int64_t group, int64_t ratio, const Tensor& packed,
          const Tensor& factors, const Tensor& scales, Optional sub_scales, Optional mins, Optional sub_mins,
-         Optional order, bool folded, bool rounded, const Tensor& out) {
+         Optional order, bool folded, bool rounded, bool float8, const Tensor& out) {
         const Wna16Part part{bits,       rows, columns,  group, ratio,  packed,  factors, scales,
-                             sub_scales, mins, sub_mins, order, folded, rounded, false};
+                             sub_scales, mins, sub_mins, order, folded, rounded, float8,  false};
         embedding(ids, part, out);
       },
       nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-      nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg());
+      nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
+      nb::arg());
 }
 
 }  // namespace tokserve

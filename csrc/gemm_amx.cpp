@@ -10,6 +10,7 @@
 // read each tile of x twice, and x comes from the L2 cache; so the shape is one by four, where x is read once a panel.
 #include "amx.h"
 #include "epilogue.h"
+#include "float8.h"
 #include "table.h"
 #include "tiles.h"
 
@@ -149,6 +150,57 @@ void linear_any(const LinearArgs& a, int64_t row0, int64_t begin, int64_t end, c
   linear(a, row0, begin, end, scratch);
 }
 
+// The same product with a float8 weight that is not rounded further: steps [begin, end) at a time become bfloat16.
+template <class Tiles>
+void float8_tiled(const Wna16Args& a, int64_t row0, int64_t begin, int64_t end) {
+  const int64_t rows = min(kRowBlock, a.m - row0), depth = padded(a), full = rows / kTileRows * kTileRows;
+  const bool in_place = reads_in_place<bf16>(a);
+  const int64_t stride = in_place ? a.x_stride : depth, steps = depth / kTileDepth, remainder = depth % kTileDepth;
+  const bf16* x = static_cast<const bf16*>(in_place ? a.x : a.rows) + row0 * stride;
+  alignas(64) float sums[kRowBlock * kPanel];
+  alignas(64) bf16 rest[kRowBlock * kTileDepth], weights[kDepthBlockSteps * kStepSize];
+  if (remainder) std::memset(rest, 0, sizeof rest);
+  for (int64_t r = 0; remainder && r < rows; r++)
+    std::memcpy(rest + r * kTileDepth, x + r * stride + steps * kTileDepth, remainder * sizeof(bf16));
+  Float8Pairs<true> reader;
+  Tiles tiles;
+  int64_t configured = 0;
+  const auto multiply = [&](int64_t first, int64_t last, int64_t height, int64_t step, int64_t stop) {
+    if (first == last) return;
+    if (configured != height) tiles.configure(shapes_of(height));
+    configured = height;
+    for (int64_t row = first; row < last; row += height) {
+      begin_sums<0>(tiles, sums + row * kPanel, step == 0);
+      for (int64_t i = step; i < stop; i++) {
+        const bool whole = i < steps;
+        const bf16* from = whole ? x + row * stride + i * kTileDepth : rest + row * kTileDepth;
+        add_step(tiles, from, whole ? stride : kTileDepth, weights + (i - step) * kStepSize);
+      }
+      end_sums<0>(tiles, sums + row * kPanel);
+    }
+  };
+  const int64_t all = steps + (remainder ? 1 : 0);
+  for (int64_t panel = begin; panel < end; panel++) {
+    for (int64_t step = 0; step < all; step += kDepthBlockSteps) {
+      const int64_t stop = min(step + kDepthBlockSteps, all), last = min(stop * kTileDepth, depth);
+      unpack_scaled<Pairs>(a, reader, panel, step * kTileDepth, last, weights);
+      if (last < stop * kTileDepth) {
+        const int64_t filled = (last - step * kTileDepth) * kPanel;
+        std::memset(weights + filled, 0, ((stop - step) * kStepSize - filled) * sizeof(bf16));
+      }
+      multiply(0, full, kTileRows, step, stop);
+      multiply(full, rows, rows - full, step, stop);
+    }
+    write_panel<bf16>(a, FloatSums{sums}, row0, rows, panel);
+  }
+}
+
+template <class Tiles>
+void wna16_any(const Wna16Args& a, int64_t row0, int64_t begin, int64_t end) {
+  if (a.float8 && !a.rounded && a.dtype == DType::bf16) return float8_tiled<Tiles>(a, row0, begin, end);
+  linear_wna16(a, row0, begin, end);
+}
+
 int64_t scratch_bytes(const LinearArgs& a) { return a.dtype == DType::bf16 ? kScratchBytes : linear_scratch(a); }
 
 template <class Tiles>
@@ -172,6 +224,7 @@ constexpr Kernels make_table(const char* name) {
   all.arithmetic = "amx";
   all.linear_scratch = scratch_bytes;
   all.linear = linear_any<Tiles>;
+  all.linear_wna16 = wna16_any<Tiles>;
   return all;
 }
 

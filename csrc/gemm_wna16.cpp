@@ -6,6 +6,7 @@
 // multiplied.  Codes are unpacked once for all rows of a task, into memory that the first-level cache holds, or, for
 // few rows, into registers.
 #include "epilogue.h"
+#include "float8.h"
 #include "table.h"
 #include "tile.h"
 #include "unpack.h"
@@ -18,35 +19,12 @@ namespace TOKSERVE_ISA {
 
 namespace {
 
-template <class T>
-using RowOf = typename UnpackedFor<T>::Format::Row;
-
-// Whether products read x where it is.
-template <class T>
-bool reads_in_place(const Wna16Args& a) {
-  return sizeof(RowOf<T>) == sizeof(T) && !a.order && a.k == padded(a);
-}
-
 // The layout of Wna16Args::rows: sums [M][groups] of each group's x if there are minima, then [M][padded K] rows,
 // unless products read x in place.
 float* sums_of(const Wna16Args& a) { return reinterpret_cast<float*>(a.rows); }
 template <class T>
 RowOf<T>* rows_of(const Wna16Args& a) {
   return reinterpret_cast<RowOf<T>*>(a.rows + (a.mins.values ? a.m * groups_of(a) * sizeof(float) : 0));
-}
-
-template <class T, class Row>
-void convert_row(const Wna16Args& a, const T* x, Row* to) {
-  T gathered[kLanes];
-  for (int64_t i = 0; i < padded(a); i += kLanes) {
-    const int64_t n = max(int64_t{0}, min(kLanes, a.k - i));
-    const T* from = x + i;
-    if (a.order) {
-      for (int64_t j = 0; j < n; j++) gathered[j] = x[a.order[i + j]];
-      from = gathered;
-    }
-    store_partial(to + i, load_partial(from, n), min(kLanes, padded(a) - i));
-  }
 }
 
 template <class T>
@@ -248,7 +226,8 @@ void unpack_row(const Wna16Args& a, int64_t id, T* out) {
           std::memcpy(&word, panel + ((at / kCodeDepth * kPanel + column) * 2 + step % 2) * 2, sizeof word);
           values[i] = a.factors[word >> (step / 2 * 4) & 15];
         } else {
-          values[i] = static_cast<int8_t>(panel[(at / 2 * kPanel + column) * 2 + at % 2]);
+          const uint8_t byte = panel[(at / 2 * kPanel + column) * 2 + at % 2];
+          values[i] = a.float8 ? float8_number(byte) : static_cast<int8_t>(byte);
         }
         values[i] = values[i] * scales[column] + mins[column];
       }
@@ -260,6 +239,7 @@ void unpack_row(const Wna16Args& a, int64_t id, T* out) {
 }  // namespace
 
 int64_t wna16_rows_size(const Wna16Args& a) {
+  if (a.float8) return float8_rows_size(a);
   if (a.rounded) return rounded_rows_size(a);
   int64_t size = a.mins.values ? a.m * groups_of(a) * static_cast<int64_t>(sizeof(float)) : 0;
   with_type(a.dtype, [&](auto x) {
@@ -270,11 +250,13 @@ int64_t wna16_rows_size(const Wna16Args& a) {
 }
 
 void wna16_rows(const Wna16Args& a, int64_t begin, int64_t end) {
+  if (a.float8) return float8_rows(a, begin, end);
   if (a.rounded) return rounded_rows(a, begin, end);
   with_type(a.dtype, [&](auto x) { wna16_rows_typed<decltype(x)>(a, begin, end); });
 }
 
 void linear_wna16(const Wna16Args& a, int64_t row0, int64_t begin, int64_t end) {
+  if (a.float8) return linear_float8(a, row0, begin, end);
   if (a.rounded) return linear_rounded(a, row0, begin, end);
   with_type(a.dtype, [&](auto x) { linear_wna16_typed<decltype(x)>(a, row0, begin, end); });
 }

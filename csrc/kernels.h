@@ -186,7 +186,8 @@ struct GroupScales {
   int64_t ratio;
 };
 
-// Weights of `bits` bits: factor * scale + minimum, as in unpack.h.
+// Weights of `bits` bits: factor * scale + minimum, as in unpack.h; or float8 (e4m3): number * scale, rounded to dtype
+// before it is multiplied, unless x is rounded too.
 struct Wna16Args {
   DType dtype, out_dtype;
   Gate gate;                 // as in LinearArgs
@@ -201,7 +202,8 @@ struct Wna16Args {
   int64_t group;  // inputs that share a scale, a multiple of 8 if there are several
   int bits;
   bool folded;   // scales are powers of two and go into the weights before they are multiplied
-  bool rounded;  // x is rounded to int8, by group
+  bool rounded;  // x is rounded to int8, by group; of float8 weights, to float8, by row
+  bool float8;   // of 8 bits, with float32 scales and without minima or order
   char* rows;    // what wna16_rows makes of x, wna16_rows_size(args) bytes
 };
 

@@ -8,6 +8,8 @@
 //    8 bits   [K / 2][64][2] bytes, signed
 #pragma once
 
+#include <type_traits>
+
 #include "kernels.h"
 #include "tile.h"
 #include "vec.h"

@@ -14,7 +14,7 @@ struct Wna16Part {
   int64_t rows, columns, group, ratio;
   const Tensor &packed, &factors, &scales;
   const std::optional<Tensor>&sub_scales, &mins, &sub_mins, &order;
-  bool folded, rounded, gated;
+  bool folded, rounded, float8, gated;
 };
 
 // The arguments that describe the weight, checked; the caller checks the contents of `order`.

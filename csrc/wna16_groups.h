@@ -1,4 +1,4 @@
-// Groups of inputs that share a scale, as the products of packed integer weights read them.
+// Groups of inputs that share a scale, and rows of x, as the products of packed integer weights read them.
 #pragma once
 
 #include "kernels.h"
@@ -31,6 +31,29 @@ inline void expand(const GroupScales& s, int64_t panel, int64_t groups, int64_t 
       if (++of_value == s.ratio) of_value = 0, values += kPanel;
     }
   });
+}
+
+template <class T>
+using RowOf = typename UnpackedFor<T>::Format::Row;
+
+// Whether products read x where it is.
+template <class T>
+bool reads_in_place(const Wna16Args& a) {
+  return sizeof(RowOf<T>) == sizeof(T) && !a.order && a.k == padded(a);
+}
+
+template <class T, class Row>
+void convert_row(const Wna16Args& a, const T* x, Row* to) {
+  T gathered[kLanes];
+  for (int64_t i = 0; i < padded(a); i += kLanes) {
+    const int64_t n = max(int64_t{0}, min(kLanes, a.k - i));
+    const T* from = x + i;
+    if (a.order) {
+      for (int64_t j = 0; j < n; j++) gathered[j] = x[a.order[i + j]];
+      from = gathered;
+    }
+    store_partial(to + i, load_partial(from, n), min(kLanes, padded(a) - i));
+  }
 }
 
 }  // namespace TOKSERVE_ISA

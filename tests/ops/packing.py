@@ -15,6 +15,7 @@ PACKING = {  # of the second argument
     "linear_int8": "pack_linear_int8",
     "gated_linear_int8": "pack_gated_int8",
     "linear_float8": "pack_linear_float8",
+    "gated_linear_float8": "pack_gated_float8",
     "linear_wna16": "pack_wna16",
     "gated_linear_wna16": "pack_gated_wna16",
     "embedding_wna16": "pack_wna16",
@@ -23,6 +24,7 @@ LISTED = {"linear_heads": "pack_linear"}  # of the second, weights packed by the
 STACKED = {  # of the fourth and sixth, [E,N,K]: an expert's weight is packed by itself
     "experts": ("pack_gated", "pack_linear"),
     "experts_int8": ("pack_gated_int8", "pack_linear_int8"),
+    "experts_float8": ("pack_gated_float8", "pack_linear_float8"),
     "experts_wna16": ("pack_gated_wna16", "pack_wna16"),
 }
 
@@ -33,6 +35,9 @@ def pack_arguments(op: str, implementation: str, arguments: tuple[Any, ...]) -> 
     def pack(name: str, weight: Any) -> Any:
         if name.endswith("_wna16") and isinstance(weight, Tensor):
             name = {"pack_wna16": "pack_linear", "pack_gated_wna16": "pack_gated"}[name]
+        if isinstance(weight, tuple):  # float8 with its scales
+            gated = name == "pack_gated_float8"
+            return OPS["pack_scaled_float8"].implementations[implementation].call(*weight, gated)
         return OPS[name].implementations[implementation].call(weight)
 
     if op in PACKING:

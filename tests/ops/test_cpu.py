@@ -18,6 +18,7 @@ from torch import Tensor
 from tests.ops import pages
 from tests.ops.packing import PACKING, pack_arguments
 from tests.ops.samples import gradients, recurrent
+from tests.ops.samples.float8 import by_group
 from tests.ops.samples.wna16 import weights
 from tests.tiers import slow_cases
 from tokserve import ops
@@ -26,10 +27,10 @@ from tokserve.ops.registry import OPS
 
 _C = pytest.importorskip("tokserve._C")
 registry.load_extension("cpu")
-# for devices with their own memory or a library of products, those that compute in float8, and gradients by torch
+# for devices with their own memory or a library of products, and gradients by torch
 NOT_ON_CPU = {"sample_few", "advance_step", "edit_rows", "prepare_step", "attention_work", "accept_library"}
-NOT_ON_CPU |= {"pack_linear_float8", "pack_scaled_float8", "linear_float8", *gradients.BY_TORCH}
-NAMES = [name for name in OPS if name not in {*PACKING.values(), "pack_int4", "pack_gated_int4"} | NOT_ON_CPU]
+NOT_ON_CPU |= gradients.BY_TORCH
+NAMES = [name for name in OPS if not name.startswith("pack_") and name not in NOT_ON_CPU]
 CALLS: dict[str, Callable[..., Any]] = {
     name: op.implementations["cpp"].call for name, op in OPS.items() if name not in NOT_ON_CPU
 }
@@ -159,8 +160,9 @@ def mixture(dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def integer_mixture(dtype: torch.dtype) -> tuple[Any, ...]:
-    """The arguments of `mixture`, with weights of every kind."""
-    x, ids, chosen, _, bias, *_, shared, gate = mixture(dtype)
+    """The arguments of `mixture`, with weights of every kind; the expert with many rows has one of float8."""
+    x, ids, chosen, *_, shared, gate = mixture(dtype)
+    ids, bias = torch.where(ids == 2, 8, ids).int(), randn(9, 192, dtype=dtype)
     up: list[Any] = [[kind] for kind in weights(192, 128)]
     up[0], up[5] = [weights(96, 128)[3], weights(96, 128)[7]], randn(192, 128, dtype=dtype) / 11
     return x, ids, chosen, up, bias, [[kind] for kind in weights(128, 96)], None, "silu", shared, gate
@@ -216,6 +218,8 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
             torch.tensor([0, 1], dtype=torch.int32), torch.tensor([2500], dtype=torch.int32), 0.125, 0,
         ),
         "gated_linear": (randn(300, 512, dtype=bf16), randn(700, 512, dtype=bf16), randn(700, dtype=bf16), "silu"),
+        "linear_float8": (randn(300, 512, dtype=bf16), by_group(randn(700, 512)), None, None),
+        "gated_linear_float8": (randn(300, 512, dtype=bf16), randn(700, 512, dtype=bf16), None, "gelu_tanh"),
         "gated_linear_int8": (randn(300, 512, dtype=bf16), randn(700, 512, dtype=bf16), None, "gelu_tanh"),
         "linear_wna16": (randn(300, 512, dtype=bf16), [*weights(350, 512)[:2]], None, None),
         "gated_linear_wna16": (randn(300, 512, dtype=bf16), weights(700, 512)[2:3], randn(700, dtype=bf16), "silu"),
@@ -229,6 +233,7 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
         "route": (randn(300, 64), randn(64, seed=1), 6, True, 8, 4, True, True, 1e-6, 2.5),
         "experts": mixture(bf16),
         "experts_int8": mixture(torch.float32),
+        "experts_float8": mixture(bf16),
         "experts_wna16": integer_mixture(bf16),
         "linear_heads": (randn(300, 4, 160, dtype=bf16), list(randn(4, 200, 128, dtype=bf16))),
         "store_rows": (randn(300, 320), randn(40, 16, 320), torch.randperm(640)[:300]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,21 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 IMPLEMENTATIONS = OPS["linear_wna16"].available("cpu")
 
 
+ISAS: list[str] = []
+if "cpp" in IMPLEMENTATIONS:
+    from tokserve import _C
+
+    ISAS = [*_C.instruction_sets(), *(["amx_software"] if "avx512_bf16" in _C.instruction_sets() else [])]
+
+
+@pytest.fixture
+def selected() -> Iterator[Callable[[str], None]]:
+    """Selects an instruction set, for a test."""
+    before = _C.instruction_set()
+    yield _C.select
+    _C.select(before)
+
+
 def call(name: str, op: str, *arguments: Any) -> Any:
     return OPS[op].implementations[name].call(*arguments)
 
@@ -34,8 +50,9 @@ def test_products_are_those_of_the_dequantized_weight(name: str, dtype: torch.dt
         for weight in weights(rows, columns):
             x = normal(dtype, 1, 5, columns)
             result = call(name, "linear_wna16", x, call(name, "pack_wna16", [weight]), None, torch.float32)
-            expected = x.double() @ weight.dense().double().t()
-            bound = (x.double().abs() @ weight.dense().double().abs().t()) * 2e-6 + 1e-6
+            dense = weight.dense().to(dtype if weight.float8 else torch.float32).double()
+            expected = x.double() @ dense.t()
+            bound = (x.double().abs() @ dense.abs().t()) * 2e-6 + 1e-6
             terms = sum(weight.by_group()[i].abs().sum(1) for i in (0, 1) if weight.by_group()[i] is not None)
             assert ((result.double() - expected).abs() <= bound + 2e-6 * terms * x.abs().max()).all()
 
@@ -52,6 +69,11 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str, dtype: torch.dtype) -> 
                 assert torch.equal(call(name, op, x[70 - size :], packed, None, None), result[70 - size :])
 
 
+def integers(rows: int, columns: int) -> list[QuantizedRows]:
+    """The kinds of weights that are integers."""
+    return [kind for kind in weights(rows, columns) if not kind.float8]
+
+
 def rounding(x: Tensor, weight: QuantizedRows) -> Tensor:
     """x [T,K] with every group rounded to 127 steps of its largest magnitude, in the order of the weight's columns."""
     ordered = x.float() if weight.order is None else x.float()[:, weight.order.long()]
@@ -66,7 +88,7 @@ def rounding(x: Tensor, weight: QuantizedRows) -> Tensor:
 def test_rounded_activations(name: str, dtype: torch.dtype) -> None:
     """They are rounded by group, and the sums have the reference's bits, whatever the batch."""
     for columns, rows in ((512, 70), (264, 9), (20, 130)):
-        for weight in weights(rows, columns):
+        for weight in integers(rows, columns):
             x = normal(dtype, 1, 37, columns)
             packed = call(name, "pack_wna16", [weight], True)
             result = call(name, "linear_wna16", x, packed, None, torch.float32)
@@ -99,6 +121,53 @@ def test_mxfp4_has_the_bits_of_the_bfloat16_weight(name: str) -> None:
         x = normal(torch.bfloat16, tokens, tokens, 512)
         result = call(name, "linear_wna16", x, packed, None, None)
         assert torch.equal(result, call(name, "linear", x, plain, None, None))
+
+
+def float8_weight(rows: int, columns: int, group: int, seed: int = 1) -> QuantizedRows:
+    """Every byte of e4m3 but not-a-number; scales of many sizes, some of which make subnormal numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (rows, columns), generator=generator, dtype=torch.uint8)
+    codes = torch.where((codes & 127) == 127, 64, codes)
+    powers = torch.randint(-12, 3, (rows, -(-columns // group)), generator=generator)
+    scales = torch.exp2(powers) * (1 + torch.rand(powers.shape, generator=generator))
+    scales[-1] *= 2.0**-118
+    return QuantizedRows(codes, None, group, scales, float8=True)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("columns", "group"), [(512, 128), (264, 88), (100, 100), (20, 64), (1096, 1096)])
+def test_float8_has_the_bits_of_the_rounded_weight(
+    isa: str, dtype: torch.dtype, columns: int, group: int, selected: Callable[[str], None]
+) -> None:
+    selected(isa)
+    weight = float8_weight(130, columns, group)
+    dense = weight.dense().to(dtype)
+    for op, pack in (("linear", "pack"), ("gated_linear", "pack_gated")):
+        packed = call("cpp", f"{pack}_wna16", [weight])
+        plain = call("cpp", pack if op == "gated_linear" else "pack_linear", dense)
+        for tokens in (1, 2, 3, 7, 40, 130):
+            x = normal(dtype, tokens, tokens, columns)
+            result = call("cpp", f"{op}_wna16", x, packed, None, None)
+            assert torch.equal(result, call("cpp", op, x, plain, None, None))
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_float8_keeps_not_a_number_and_infinity_where_they_are(name: str) -> None:
+    for place in ("number", "scale", "infinite scale"):
+        weight = float8_weight(70, 256, 128)
+        weight.codes[5] = 64
+        if place == "number":
+            weight.codes[5, 200] = 255
+        else:
+            weight.scales[5, 1] = torch.inf
+            if place == "scale":
+                weight.scales.view(torch.int32)[5, 1] = 0x7FFFFFFF
+        x = normal(torch.bfloat16, 1, 9, 256)
+        for tokens in (1, 9):
+            result = call(name, "linear_wna16", x[:tokens], call(name, "pack_wna16", [weight]), None, None)
+            assert not result[:, 5].isfinite().any() and result[:, :5].isfinite().all()
+            assert result[:, 6:].isfinite().all() and (place == "infinite scale" or result[:, 5].isnan().all())
 
 
 @pytest.mark.parametrize("op", ["pack_wna16", "pack_gated_wna16"])
@@ -144,7 +213,7 @@ def test_a_weight_of_zeros_and_one_that_is_not_finite() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", range(8))
+@pytest.mark.parametrize("kind", range(9))
 def test_parts_of_a_weight_mean_the_same_parts(kind: int) -> None:
     weight = QuantizedWeight((weights(24, 512)[kind],))
     dense = weight.dense()
@@ -161,7 +230,7 @@ def test_parts_of_a_weight_mean_the_same_parts(kind: int) -> None:
         assert torch.equal(dequantized(weight.narrow(1, start, length)), dense[:, start : start + length])
     joined = QuantizedWeight((weights(24, 512)[kind],)).joined([weight])
     assert joined is not None and len(joined.parts) == 1 and torch.equal(joined.dense(), torch.cat([dense, dense]))
-    other = QuantizedWeight((weights(8, 512)[(kind + 1) % 8],))
+    other = QuantizedWeight((weights(8, 512)[(kind + 1) % 9],))
     mixed = weight.joined([other])
     assert mixed is not None and torch.equal(mixed.dense(), torch.cat([dense, other.dense()]))
 

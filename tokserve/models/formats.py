@@ -108,8 +108,12 @@ class CheckpointFormat(Protocol):
     def refusal(self, tensor: Described) -> str | None:
         """Why a tensor that stands for itself cannot be read, where the format knows more than its dtype."""
 
-    def native_method(self, weights: Mapping[str, Grouped]) -> str | None:
-        """The quantization whose products take all of the layers' matrices as they are stored; None: there is none."""
+    def native_method(self, weights: Mapping[str, Grouped], *, has_float8: bool, rounded: bool) -> str | None:
+        """The quantization whose products take what they multiply as it is stored; None: there is none.
+
+        `weights`: those that a method of quantization holds.  `has_float8`: the device multiplies float8; `rounded`:
+        activations are rounded to integers.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +150,7 @@ class DenseFormat:
             return "config.json has no quantization_config that says how float8 is scaled"
         return None
 
-    def native_method(self, weights: Mapping[str, Grouped]) -> str | None:
+    def native_method(self, weights: Mapping[str, Grouped], *, has_float8: bool, rounded: bool) -> str | None:
         """None: plain weights are multiplied as the options say."""
         return None
 

@@ -20,7 +20,7 @@ from tokserve.layers.parallel import ALONE, WHOLE, Group, Stage
 from tokserve.layers.quant import GROUP, STORED_INTEGERS, UNQUANTIZED, QuantMethod
 from tokserve.models import dummy, kv_scales, weights
 from tokserve.models.decoder import Decoder, DecoderSpec, rope_tables
-from tokserve.models.formats import quantization_of
+from tokserve.models.formats import DENSE, quantization_of
 from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.models.registry import decoder_spec
 
@@ -76,9 +76,12 @@ def load_decoder(
     scales = {name: entries.pop(name) for name in kv_scales.names(len(spec.blocks)) if name in entries}
     entries = weights.by_weight(entries, spec.format)
     spec = _as_stored(spec, entries)
-    stored = spec.format.native_method(entries)
-    may_stay = quantization is None and (stored != "fp8" or has_float8)
-    keeps = stored is not None and (quantization == stored or may_stay)
+    stored = spec.format.native_method(
+        _quantizable(spec, entries, options),
+        has_float8=has_float8 or quantization == "fp8",
+        rounded=options["rounded"],
+    )
+    keeps = stored is not None and quantization in (None, stored)
     if keeps:
         options["quantization"] = stored
     if options["rounded"] and options["quantization"] not in ("int4", "int8", STORED_INTEGERS):
@@ -100,6 +103,19 @@ def _spec_and_catalogue(
     spec = decoder_spec(hf)
     catalogue = None if load_format == "dummy" else weights.catalogue(directory)
     return spec if adapt is None else adapt(spec, catalogue), catalogue
+
+
+def _quantizable(
+    spec: DecoderSpec, entries: Mapping[str, weights.Entry], options: Mapping[str, Any]
+) -> dict[str, weights.Entry]:
+    """The checkpoint's weights that a method of quantization holds: not those of routers, say, which stay floats."""
+    if spec.format.name == DENSE.name:
+        return {}
+    decoder = build(spec, **options | {"quantization": "int8", "quantize_lm_head": False, "rounded": False})
+    parameters = decoder.parameters_by_name()
+    parameters |= {name: stacked.parameter for name, stacked in decoder.stacked_parameters().items()}
+    held = {name for name, one in parameters.items() if one.rounded not in (None, one.dtype)}
+    return {name: entry for name, entry in entries.items() if name in held}
 
 
 def _with_head(
@@ -142,7 +158,7 @@ def _fill(decoder: Decoder, entries: dict[str, weights.Entry], directory: Path, 
 def _log_conversion(form: str | None, quantization: str | None, stored: str | None, dtype: str, *, keeps: bool) -> None:
     """Log what the weights of a checkpoint that stores them in some form become."""
     becomes = dtype if quantization in (None, "none") else quantization
-    stays = keeps or (quantization, stored) == ("int4", STORED_INTEGERS)
+    stays = keeps or ((quantization, stored) == ("int4", STORED_INTEGERS) and form != "float8")
     result = f"stay {form}, with their scales," if stays else f"become {becomes}"
     logger.info("the checkpoint's %s weights %s as they are loaded", form, result)
 

@@ -65,12 +65,14 @@ __all__ = [
     "expert_products",
     "expert_weight_gradients",
     "experts",
+    "experts_float8",
     "experts_int8",
     "experts_wna16",
     "filter_logits",
     "gate_heads",
     "gated_delta",
     "gated_linear",
+    "gated_linear_float8",
     "gated_linear_int8",
     "gated_linear_wna16",
     "gelu_mul",
@@ -88,6 +90,7 @@ __all__ = [
     "norm_gradients",
     "norm_rope_store",
     "pack_gated",
+    "pack_gated_float8",
     "pack_gated_int4",
     "pack_gated_int8",
     "pack_gated_wna16",
@@ -151,7 +154,9 @@ pack_gated_int8 = quant.pack_gated_int8.reference
 gated_linear_int8 = quant.gated_linear_int8.reference
 pack_linear_float8 = float8.pack_linear_float8.reference
 pack_scaled_float8 = float8.pack_scaled_float8.reference
+pack_gated_float8 = float8.pack_gated_float8.reference
 linear_float8 = float8.linear_float8.reference
+gated_linear_float8 = float8.gated_linear_float8.reference
 quantize_int4 = wna16.quantize_int4.reference
 pack_wna16 = wna16.pack_wna16.reference
 linear_wna16 = wna16.linear_wna16.reference
@@ -163,6 +168,7 @@ embedding_wna16 = wna16.embedding_wna16.reference
 route = mixture.route.reference
 experts = mixture.experts.reference
 experts_int8 = mixture.experts_int8.reference
+experts_float8 = mixture.experts_float8.reference
 experts_wna16 = mixture.experts_wna16.reference
 gated_delta = recurrent.gated_delta.reference
 short_conv = recurrent.short_conv.reference

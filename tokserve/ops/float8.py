@@ -8,11 +8,12 @@ per row or finer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokserve.ops import dense
+from tokserve.ops import dense, elementwise
 from tokserve.ops.registry import op
 
 MAX = 448.0  # the largest number of e4m3
@@ -24,13 +25,18 @@ TOLERANCE = {torch.float32: (5e-3, 1e-2), torch.bfloat16: (5e-3, 1e-2), torch.fl
 
 @dataclass(frozen=True, slots=True)
 class PackedFloat8:
-    """A float8 weight [rows, columns] in the layout of the `linear_float8` that it was packed for."""
+    """A float8 weight [rows, columns] in the layout of the `linear_float8` that it was packed for.
+
+    `packed` and `scales` are in that layout too; those of the reference and of a GPU have scales [G,N] float32, G >= 1:
+    of each group of inputs.  `handle`: the implementation's own name of the weight.
+    """
 
     rows: int  # N, outputs
     columns: int  # K, inputs
     packed: Tensor
-    scales: Tensor  # [G,N] float32, G >= 1: of each group of inputs
+    scales: Tensor
     group: int  # inputs that share a scale, a multiple of STEP where G > 1; the last group may have fewer
+    handle: Any = None
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,13 +60,34 @@ def pack_linear_float8(weight: Tensor) -> PackedFloat8:
 
 
 @op(tolerance=TOLERANCE, follows="linear_float8")
-def pack_scaled_float8(values: Tensor, scales: Tensor, group: int) -> PackedFloat8:
-    """The float8 weight [N,K] with its scales [G,N] float32, each of `group` inputs, in the layout of `linear_float8`.
+def pack_scaled_float8(values: Tensor, scales: Tensor, group: int, gated: bool = False) -> PackedFloat8:
+    """The float8 weight [N,K] with its scales [G,N] float32, each of `group` inputs, in the layout of `linear_float8`;
+    `gated`: in that of `gated_linear_float8`, a gate above what is gated.
 
     The values are not rounded again.  Where G > 1, `group` is a multiple of STEP.
     """
     rows, columns = values.shape
     return PackedFloat8(rows, columns, dense.pack_linear.reference(values.float()).packed, scales.contiguous(), group)
+
+
+@op(tolerance=TOLERANCE, follows="linear_float8")
+def pack_gated_float8(weight: Tensor) -> PackedFloat8:
+    """The floating gate and, below it, what is gated [2I,K], quantized by rows, in the layout of
+    `gated_linear_float8`."""
+    return pack_linear_float8.reference(weight)
+
+
+def with_marks(values: Tensor, scales: Tensor, group: int) -> Tensor:
+    """The scales [G,N] with not-a-number where a group of `group` values [N,K] holds one: implementations may read any
+    byte as a number, and the products of such a group are not-a-number all the same.  Each has the same bits."""
+    if bool(scales.isnan().any()):
+        scales = scales.masked_fill(scales.isnan(), torch.nan)
+    marked = (values.view(torch.uint8) & 0x7F) == 0x7F
+    if not marked.any():
+        return scales
+    rows, columns = values.shape
+    padded = torch.nn.functional.pad(marked, (0, -columns % group)).view(rows, len(scales), -1)
+    return scales.masked_fill(padded.any(-1).t(), torch.nan)
 
 
 @op(tolerance=TOLERANCE)
@@ -82,6 +109,16 @@ def linear_float8(x: Tensor, packed: PackedFloat8, bias: Tensor | None, out_dtyp
     if bias is not None:
         result = result + bias.float()
     return result.to(out_dtype or x.dtype)
+
+
+@op(tolerance=TOLERANCE, follows="linear_float8")
+def gated_linear_float8(x: Tensor, packed: PackedFloat8, bias: Tensor | None, activation: str | None) -> Tensor:
+    """activation(gate) * up for the `linear_float8` of x [T,K] and a gated weight plus bias [2I]: [T,I].
+
+    The gate's rows are above those of up.  `activation` is "silu" or "gelu_tanh"; the product is rounded to x's dtype
+    before it.  None: the product itself, [T,2I].
+    """
+    return elementwise.gated(linear_float8.reference(x, packed, bias), activation)
 
 
 def _summed(values: Tensor, packed: PackedFloat8, first: int, end: int) -> Tensor:

@@ -8,12 +8,14 @@ order of the choice.  No expert has a capacity, so nothing is dropped.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokserve.ops import dense, elementwise, quant, wna16
+from tokserve.ops import dense, elementwise, float8, quant, wna16
 from tokserve.ops.dense import PackedWeight
+from tokserve.ops.float8 import PackedFloat8
 from tokserve.ops.quant import PackedInt8
 from tokserve.ops.registry import op
 from tokserve.ops.serial import one_thread
@@ -117,6 +119,24 @@ def experts_int8(
     return _combined(outputs, weights, shared, shared_gate, x.dtype)
 
 
+@op(tolerance=float8.TOLERANCE, follows="linear_float8")
+def experts_float8(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Sequence[PackedFloat8],
+    gate_up_bias: Tensor | None,
+    down: Sequence[PackedFloat8],
+    down_bias: Tensor | None,
+    activation: str,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
+    """Do what `experts` does with the products of `linear_float8` and `gated_linear_float8`."""
+    outputs = _outputs(float8.linear_float8.reference, x, ids, gate_up, gate_up_bias, down, down_bias, activation)
+    return _combined(outputs, weights, shared, shared_gate, x.dtype)
+
+
 @op(tolerance=TOLERANCE, follows="linear_wna16")
 def experts_wna16(
     x: Tensor,
@@ -148,13 +168,13 @@ def _outputs(
     product: Callable[..., Tensor],
     x: Tensor,
     ids: Tensor,
-    gate_up: Sequence[PackedWeight] | Sequence[PackedInt8] | Sequence[PackedWna16 | PackedWeight],
+    gate_up: Sequence[Any],
     gate_up_bias: Tensor | None,
-    down: Sequence[PackedWeight] | Sequence[PackedInt8] | Sequence[PackedWna16 | PackedWeight],
+    down: Sequence[Any],
     down_bias: Tensor | None,
     activation: str,
 ) -> Tensor:
-    """What each chosen expert returns: [T,k,H] float32."""
+    """What each chosen expert returns: [T,k,H] float32.  `product` takes the weights, packed for it."""
     outputs = torch.zeros(*ids.shape, x.shape[1])
     for expert in sorted(set(ids.flatten().tolist())):
         token, slot = (ids == expert).nonzero(as_tuple=True)

@@ -1,9 +1,10 @@
-"""References of the ops on integer weights of 4 or 8 bits with a scale per group of inputs.
+"""References of the ops on weights of 4 or 8 bits with a scale per group of inputs: integers, and float8 as stored.
 
 A `QuantizedRows` is what every such format comes to: a weight is factor * scale + minimum, with an integer factor of at
 most eight bits, which bfloat16 holds exactly.  Products of factors are summed in float32 within a group, in the order
 of `linear`; the sum times the group's scale is added to the output's chain, then the minimum times the sum of the
-group's activations.  No weight is rounded, and the formula is the same for every number of rows.
+group's activations.  No weight is rounded, and the formula is the same for every number of rows.  A weight of float8
+numbers is number * scale, rounded once to the dtype of the activations; its product is `linear` of that.
 
 Activations stay floats, unless the weight was packed as `rounded`: then a row is rounded to int8, each group with a
 scale of its own (`quant.quantize_rows`), products are summed as integers, and a group's sum is multiplied by the row's
@@ -40,7 +41,8 @@ class QuantizedRows:
     `sub_scales` and `sub_mins` [N,G] int8 multiply them by group.  `order` [K] int32: column i belongs to input
     order[i].  `folded`: scales are powers of two that bfloat16 holds exactly with any factor, and there are no minima;
     the product is then bit for bit `linear` of the bfloat16 weight.  `nibbles`: `codes` [N,K/2] have two of 4 bits in a
-    byte, the low half first.
+    byte, the low half first.  `float8`: codes are the bits of e4m3 numbers in place of factors; there are scales, in
+    float32, and nothing else; the weight is rounded to x's dtype, and the product is `linear` of that.
     """
 
     codes: Tensor
@@ -54,6 +56,7 @@ class QuantizedRows:
     order: Tensor | None = None
     folded: bool = False
     nibbles: bool = False
+    float8: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -73,8 +76,10 @@ class QuantizedRows:
         scales = _by_group(self.scales, self.sub_scales, self.ratio, groups)
         return scales, None if self.mins is None else _by_group(self.mins, self.sub_mins, self.ratio, groups)
 
-    def integers(self) -> Tensor:
-        """The factors of the groups as integers: [N,K] int8."""
+    def numbers(self) -> Tensor:
+        """The factors of the groups: [N,K] int8, or float8."""
+        if self.float8:
+            return self.codes.view(torch.float8_e4m3fn)
         if self.factors is None:
             return self.codes.view(torch.int8)
         return torch.tensor(self.factors, dtype=torch.int8, device=self.codes.device)[self.each_code().long()]
@@ -82,7 +87,7 @@ class QuantizedRows:
     def dense(self) -> Tensor:
         """The weight [N,K] in float32, the columns in the order of the inputs."""
         scales, mins = self.by_group()
-        weight = self.integers().float()
+        weight = self.numbers().float()
         for start in range(0, self.shape[1], self.group):
             part, group = weight[:, start : start + self.group], start // self.group
             part *= scales[:, group, None]
@@ -147,6 +152,7 @@ class PackedPart:
     order: Tensor | None
     folded: bool
     rounded: bool = False
+    float8: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +178,14 @@ def pack_wna16(parts: Sequence[QuantizedRows], rounded: bool = False) -> PackedW
 
 
 def _packed_rows(part: QuantizedRows, rounded: bool) -> PackedPart:
+    check_float8(part, rounded)
     scales, mins = part.by_group()
     return PackedPart(
         8,
         *part.shape,
         part.group,
         1,
-        part.integers(),
+        part.numbers(),
         torch.zeros(16, dtype=torch.int8),
         scales,
         None,
@@ -187,7 +194,14 @@ def _packed_rows(part: QuantizedRows, rounded: bool) -> PackedPart:
         part.order,
         part.folded,
         rounded,
+        part.float8,
     )
+
+
+def check_float8(part: QuantizedRows, rounded: bool) -> None:
+    """Raise ValueError for what float8 weights do not have."""
+    if part.float8 and (rounded or part.folded or part.mins is not None or part.order is not None):
+        raise ValueError("pack_wna16: a float8 weight has scales only, and activations are not rounded to integers")
 
 
 @op(tolerance={}, follows="linear_wna16")
@@ -243,6 +257,9 @@ def _product(x: Tensor, part: PackedPart) -> Tensor:
     if part.rounded:
         return _rounded_product(x, part)
     wide = x.float() if part.order is None else x.float()[:, part.order.long()]
+    if part.float8:
+        weight = part.packed.float() * part.scales.repeat_interleave(part.group, 1)[:, : part.columns]
+        return dense.linear.reference(wide, dense.pack_linear.reference(weight.to(x.dtype).float()), None)
     if part.folded:
         weight = part.packed.float() * part.scales.repeat_interleave(part.group, 1)[:, : part.columns]
         return dense.linear.reference(wide, dense.pack_linear.reference(weight), None)

@@ -261,6 +261,7 @@ def _advise(config: Config, model: Decoder, kernels: CpuKernels | None) -> None:
         kernels is not None
         and kernels.arithmetic == FMA
         and model.quantization in ("int4", STORED_INTEGERS)
+        and (model.quantization == "int4" or model.spec.format.name != "float8")
         and not rounds
     ):
         logger.info(

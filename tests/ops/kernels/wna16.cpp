@@ -10,6 +10,7 @@ struct Case {
   int bits;
   bool mins, parts, folded, ordered;
   Gate gate;
+  bool float8 = false;
 };
 
 Array scales_for(int64_t count, DType dtype, bool powers, Random& from) {
@@ -24,7 +25,7 @@ void run_linear(const Kernels& kernels, Results& results, const Case& c, DType d
   const bool gated = c.gate != Gate::none;
   const int64_t width = gated ? kGatedPanel : kPanel, panels = (c.n + width - 1) / width, padded = (c.k + 7) / 8 * 8;
   const int64_t groups = (c.k + c.group - 1) / c.group, ratio = c.parts ? 4 : 1;
-  const DType scale_type = c.folded ? DType::bf16 : seed % 2 ? DType::f16 : DType::f32;
+  const DType scale_type = c.folded ? DType::bf16 : c.float8 ? DType::f32 : seed % 2 ? DType::f16 : DType::f32;
   const Array x = random(dtype, c.m * (c.k + 3), from), bias = random(dtype, 2 * c.n, from);
   const Array packed = integers(Kind::u8, panels * padded * kPanel * c.bits / 8, from, 0, 255);
   const Array factors = integers(Kind::i8, 16, from, -127, 127);
@@ -52,13 +53,15 @@ void run_linear(const Kernels& kernels, Results& results, const Case& c, DType d
   a.group = c.group;
   a.bits = c.bits;
   a.folded = c.folded;
+  a.float8 = c.float8;
   const Array rows = scratch(kernels.wna16_rows_size(a) + 64);
   a.rows = rows.as<char>();
   kernels.wna16_rows(a, 0, c.m);
   for (int64_t row = 0; row < c.m; row += kRowBlock) kernels.linear_wna16(a, row, 0, panels);
-  const std::string name = text("%s bits=%d m=%lld n=%lld k=%lld group=%lld mins=%d parts=%d folded=%d gate=%d",
-                                name_of(dtype), c.bits, (long long)c.m, (long long)c.n, (long long)c.k,
-                                (long long)c.group, c.mins, c.parts, c.folded, static_cast<int>(c.gate));
+  const std::string name =
+      text("%s bits=%d m=%lld n=%lld k=%lld group=%lld mins=%d parts=%d folded=%d gate=%d float8=%d", name_of(dtype),
+           c.bits, (long long)c.m, (long long)c.n, (long long)c.k, (long long)c.group, c.mins, c.parts, c.folded,
+           static_cast<int>(c.gate), c.float8);
   results.add("linear_wna16 " + name, out);
   a.rounded = true;
   const Array rounded = scratch(kernels.wna16_rows_size(a) + 64);
@@ -86,6 +89,9 @@ void run_wna16(const Kernels& kernels, Results& results) {
       {6, 64, 128, 32, 4, false, false, true, false, Gate::both},
       {5, 20, 264, 264, 4, true, false, false, true, Gate::none},
       {3, 9, 7, 7, 8, true, false, false, false, Gate::gelu},
+      {1, 70, 136, 64, 8, false, false, false, false, Gate::none, true},
+      {133, 40, 392, 128, 8, false, false, false, false, Gate::silu, true},
+      {9, 65, 31, 31, 8, false, false, false, false, Gate::none, true},
   };
   uint64_t seed = 900;
   for (const DType dtype : kTypes) {

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.samples.common import Samples, normal
+from tests.ops.samples.float8 import by_group
 from tests.ops.samples.wna16 import weights as integer_weights
 
 
@@ -66,6 +67,15 @@ def experts_wna16(dtype: torch.dtype) -> Samples:
 
 def experts(dtype: torch.dtype) -> Samples:
     return _mixtures(dtype)
+
+
+def experts_float8(dtype: torch.dtype) -> Samples:
+    """Weights that the test quantizes by rows, and some that come in groups of inputs with scales of their own."""
+    for number, (x, ids, chosen, up, bias, down, *rest) in enumerate(_mixtures(dtype)):
+        if number % 3 == 1:
+            yield x, ids, chosen, [by_group(one) for one in up], bias, [by_group(one) for one in down], *rest
+        else:
+            yield x, ids, chosen, up, bias, down, *rest
 
 
 def experts_int8(dtype: torch.dtype) -> Samples:

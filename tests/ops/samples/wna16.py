@@ -17,6 +17,12 @@ def _codes(seed: int, rows: int, columns: int, bits: int) -> Tensor:
     return torch.randint(0, 1 << bits, (rows, columns), generator=generator, dtype=torch.uint8)
 
 
+def _float8(seed: int, rows: int, columns: int) -> Tensor:
+    """The bits of every number of e4m3."""
+    codes = _codes(seed, rows, columns, 8)
+    return torch.where((codes & 127) == 127, 64, codes)
+
+
 def _scales(seed: int, rows: int, groups: int, dtype: torch.dtype = torch.float16) -> Tensor:
     return (normal(torch.float32, seed, rows, groups).abs() * 0.01 + 0.002).to(dtype)
 
@@ -55,6 +61,7 @@ def weights(rows: int, columns: int) -> list[QuantizedRows]:
             sub_mins=_codes(11, rows, -(-columns // one), 3).view(torch.int8),
             order=order,
         ),
+        QuantizedRows(_float8(12, rows, columns), None, 64, _scales(13, rows, few, torch.float32), float8=True),
     ]
 
 
@@ -78,11 +85,16 @@ def linear_wna16(dtype: torch.dtype) -> Samples:
     for number, (tokens, columns, rows) in enumerate(PRODUCTS):
         x, bias = normal(dtype, tokens, tokens, columns), normal(dtype, 2, rows)
         kinds = weights(rows, columns)
-        for kind in kinds if number in (1, 6) else kinds[number % 8 : number % 8 + 1]:
+        for kind in kinds if number in (1, 6) else kinds[number % 9 : number % 9 + 1]:
             yield x, [kind], None, None
-        yield x, [kinds[(number + 1) % 8]], bias, None
-        yield x, [kinds[(number + 2) % 8]], None, torch.float32
-    yield normal(dtype, 9, 3, 160), [kind for kind in weights(70, 160) if not kind.folded], normal(dtype, 3, 490), None
+        yield x, [kinds[(number + 1) % 9]], bias, None
+        yield x, [kinds[(number + 2) % 9]], None, torch.float32
+    yield (
+        normal(dtype, 9, 3, 160),
+        [kind for kind in weights(70, 160) if not kind.folded and not kind.float8],
+        normal(dtype, 3, 490),
+        None,
+    )
 
 
 def gated_linear_wna16(dtype: torch.dtype) -> Samples:

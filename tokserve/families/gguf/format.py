@@ -18,6 +18,6 @@ class GgufFormat(DenseFormat):
 
     name: str = "gguf"
 
-    def native_method(self, weights: Mapping[str, Grouped]) -> str | None:
+    def native_method(self, weights: Mapping[str, Grouped], *, has_float8: bool, rounded: bool) -> str | None:
         """Integer weights, whatever types there are."""
         return WNA16.name

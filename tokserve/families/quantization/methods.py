@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.families.quantization.quantized import Int4, Wna16
+from tokserve.families.quantization.quantized import Int4, QuantizedWeight, Wna16
 from tokserve.layers.parameter import StoredWeight
-from tokserve.layers.quant import STORED_INTEGERS, UNQUANTIZED, Packed, QuantMethod, gated
+from tokserve.layers.quant import STORED_INTEGERS, UNQUANTIZED, Packed, QuantMethod
+from tokserve.ops.wna16 import STEP
 
 
 class Int8:
@@ -106,7 +107,7 @@ class Float8:
 
     name: str | None = "fp8"
     keeps_floats = False
-    covers_experts = False
+    covers_experts = True
     packs_rows = False
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -128,19 +129,46 @@ class Float8:
         return ops.linear_float8(x, packed, bias, out_dtype)
 
     def pack_gated(self, weight: Tensor | Float8Weight, *rest: Any) -> Packed:
-        """Pack a weight; the gated product takes the layout of the plain one."""
-        return self.pack(weight)
+        """Likewise, in the layout of `ops.gated_linear_float8`."""
+        if isinstance(weight, Float8Weight):
+            return ops.pack_scaled_float8(weight.values, weight.scales, weight.group, True)
+        return ops.pack_gated_float8(weight)
 
     def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
-        """Two ops: the product, then the gate."""
-        return gated(self.linear(x, packed, bias, None), activation)
+        return ops.gated_linear_float8(x, packed, bias, activation)
 
     def experts(self, *arguments: Any) -> Tensor:
-        """There are no such products."""
-        raise NotImplementedError
+        return ops.experts_float8(*arguments)
 
 
-FLOAT8, WNA16 = Float8(), Wna16()
+class Stored(Wna16):
+    """Weights as their checkpoint stores them, or floats where it stores floats: float8 numbers, too, which are
+    multiplied as what they mean in the dtype of the activations."""
+
+    def accepts(self, stored: StoredWeight) -> bool:
+        """Whether it is quantized in groups, or float8 in groups of whole steps of the product."""
+        if isinstance(stored, Float8Weight):
+            return not self.rounded and (len(stored.scales) == 1 or stored.group % STEP == 0)
+        return super().accepts(stored)
+
+    def pack(self, weight: Tensor | QuantizedWeight | Float8Weight, *rest: Any) -> Any:
+        """Pack a weight in the layout of `ops.linear_wna16`; floats in that of `ops.linear`."""
+        return super().pack(_in_rows(weight), *rest)
+
+    def pack_gated(self, weight: Tensor | QuantizedWeight | Float8Weight, *rest: Any) -> Any:
+        """Pack a weight in the layout of `ops.gated_linear_wna16`; floats in that of `ops.gated_linear`."""
+        return super().pack_gated(_in_rows(weight), *rest)
+
+
+def _in_rows(weight: Tensor | QuantizedWeight | Float8Weight) -> Tensor | QuantizedWeight:
+    """A float8 weight as one with a scale per group."""
+    if not isinstance(weight, Float8Weight):
+        return weight
+    codes, scales = weight.values.view(torch.uint8), weight.scales.t().contiguous()
+    return QuantizedWeight((ops.QuantizedRows(codes, None, weight.group, scales, float8=True),))
+
+
+FLOAT8, WNA16 = Float8(), Stored()
 METHODS: dict[str, QuantMethod] = {
     "int8": Int8(),
     "int4": Int4(),
@@ -157,7 +185,7 @@ def quant_methods(
     if quantization == "int4":
         quant: QuantMethod = Int4(group_size, rounded=rounded)
     elif quantization == STORED_INTEGERS and rounded:
-        quant = Wna16(rounded=True)
+        quant = Stored(rounded=True)
     else:
         quant = UNQUANTIZED if quantization is None else METHODS[quantization]
     return quant, _head_method(quant, quantize=quantize_lm_head)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tokserve.gpu import candidates
 from tokserve.gpu.kernels import elementwise
-from tokserve.gpu.kernels.dense import BLOCK_K
+from tokserve.gpu.kernels.dense import BLOCK_K, float8_step
 from tokserve.gpu.kernels.elementwise import ACTIVATIONS
 from tokserve.gpu.kernels.int8 import INTEGER_STEP, quantize
 from tokserve.gpu.kernels.launch import (
@@ -33,15 +33,17 @@ from tokserve.gpu.kernels.launch import (
     warps,
 )
 from tokserve.gpu.kernels.products.experts import gated_experts_kernel
-from tokserve.gpu.kernels.products.tiles import rows_of_tile
+from tokserve.gpu.kernels.products.tiles import add_step, rows_of_tile
 from tokserve.gpu.kernels.sums import tree_sum
 from tokserve.ops import mixture
 from tokserve.ops.dense import PackedWeight
+from tokserve.ops.float8 import PackedFloat8
 from tokserve.ops.quant import PackedInt8
 
 COLUMNS = 1024  # of a row that one program adds up
 SORTED = 1024  # choices that a program of the sort reads at a time
 Sorting = tuple[Tensor, Tensor]  # choices by expert [T * k] int32, and where each expert's begin [E + 1] int32
+Weight = PackedWeight | PackedInt8 | PackedFloat8
 NO_INDEX = tl.constexpr(1 << 30)
 
 
@@ -194,6 +196,7 @@ def experts_kernel(
     EXPERTS: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
     E_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -201,9 +204,11 @@ def experts_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """A tile of the rows of one expert times its weight's transpose.  GATHER > 0: row r of the sorted rows is token
-    order[r] // GATHER of x.  Of int8 there is a scale for each row of x, and for each output of an expert."""
+    order[r] // GATHER of x.  Of int8 and float8 there is a scale for each row of x, and for each output of an expert;
+    GROUP > 0: for each output and so many inputs."""
     wait_for_inputs(DEPENDENT)
     INTEGERS: tl.constexpr = x_ptr.dtype.element_ty == tl.int8
+    SCALED: tl.constexpr = x_ptr.dtype.element_ty == tl.int8 or x_ptr.dtype.element_ty == tl.float8e4nv
     expert, start, end = rows_of_tile(starts_ptr, tiles_ptr, EXPERTS, E_BLOCK, BLOCK_M)
     if expert >= EXPERTS:
         return
@@ -219,6 +224,9 @@ def experts_kernel(
     weight_ptr = tl.multiple_of(address.to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
     x_ptrs = x_ptr + source.to(tl.int64)[:, None] * x_stride + step[None, :]
     weight_ptrs = weight_ptr + output.to(tl.int64)[:, None] * inputs + step[None, :]
+    scales_ptr = weight_scales_ptr
+    if SCALED:
+        scales_ptr = tl.load(weight_scales_ptr + expert).to(tl.pointer_type(tl.float32))
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if INTEGERS else tl.float32)
     for at in range(0, inputs, BLOCK_K):
         if EVEN:
@@ -228,15 +236,12 @@ def experts_kernel(
             remaining = (step < inputs - at)[None, :]
             x = tl.load(x_ptrs + at, mask=x_valid & remaining, other=0.0)
             weight = tl.load(weight_ptrs + at, mask=weight_valid & remaining, other=0.0)
-        if INTEGERS:
-            sums = tl.dot(x, tl.trans(weight), sums, out_dtype=tl.int32)
-        else:
-            sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
+        sums = add_step(sums, x, weight, scales_ptr, at, output, outputs, outputs, SCALED, GROUP, BLOCK_K)
     launch_dependents(DEPENDENT)
-    if INTEGERS:
-        scales_ptr = tl.load(weight_scales_ptr + expert).to(tl.pointer_type(tl.float32))
+    if SCALED:
         sums = sums.to(tl.float32) * tl.load(x_scale_ptr + source, mask=row < end, other=0.0)[:, None]
-        sums = sums * tl.load(scales_ptr + output, mask=output < outputs, other=0.0)[None, :]
+        if GROUP == 0:
+            sums = sums * tl.load(scales_ptr + output, mask=output < outputs, other=0.0)[None, :]
     if BIAS:
         bias = tl.load(bias_ptr + expert * outputs + output, mask=output < outputs, other=0.0)
         sums += bias.to(tl.float32)[None, :]
@@ -362,28 +367,43 @@ def tiles_of(sorting: Sorting, rows: int) -> tuple[Tensor, int]:
     return tiles, min(len(order), count + len(order) // rows)
 
 
+def _step(x: Tensor, config: dict[str, Any], group: int) -> int:
+    """Inputs of one step of a product, which are part of the arithmetic of float8."""
+    if x.dtype == torch.int8:
+        return INTEGER_STEP
+    step: int = float8_step(group) if x.dtype == torch.float8_e4m3fn else config.get("step", BLOCK_K)
+    return step
+
+
+def _scales_of(weights: Sequence[Weight | None], x: Tensor) -> Tensor:
+    """The addresses of the weights' scales, by expert."""
+    scaled = (weight if isinstance(weight, PackedInt8 | PackedFloat8) else None for weight in weights)
+    return addresses(tuple(0 if weight is None else weight.scales.data_ptr() for weight in scaled), x.device)
+
+
 def product(
     x: Tensor,
-    weights: Sequence[PackedWeight | PackedInt8 | None],
+    weights: Sequence[Weight | None],
     bias: Tensor | None,
     out: Tensor,
     sorting: Sorting,
     k: int,
     scales: Tensor | None = None,
+    group: int = 0,
 ) -> Tensor:
     """out [T * k, N] = the sorted rows of x times their experts' weights; k > 0: x is [T, K], its rows unsorted.
 
-    Rows of experts without a weight are left as they are.  `scales` [T]: those of rows of int8.
+    Rows of experts without a weight are left as they are.  `scales` [T]: those of rows of int8 or float8.  `group`:
+    inputs that share a scale of a float8 weight, 0: all.
     """
     order, starts = sorting
     choices, outputs, inputs, count = len(order), out.shape[1], x.shape[1], len(weights)
     config = tuned("linear", x.device.index, rows=-(-choices // count), outputs=outputs, bytes=x.element_size())
     block_m, block_n = config["tile"]
-    block_k = config.get("step", BLOCK_K) if scales is None else INTEGER_STEP
+    block_k = _step(x, config, group)
     tiles, grid_tiles = tiles_of(sorting, block_m)
     grid = (grid_tiles, cdiv(outputs, block_n))
     table = addresses(tuple(0 if weight is None else weight.packed.data_ptr() for weight in weights), x.device)
-    of_weights = tuple(weight.scales.data_ptr() for weight in weights if isinstance(weight, PackedInt8))
     experts_kernel[grid](
         x,
         table,
@@ -393,7 +413,7 @@ def product(
         starts,
         tiles,
         out if scales is None else scales,
-        addresses(of_weights, x.device) if of_weights else table,
+        table if scales is None else _scales_of(weights, x),
         choices,
         outputs,
         inputs,
@@ -402,6 +422,7 @@ def product(
         count,
         bias is not None,
         inputs % block_k == 0,
+        group,
         next_power_of_2(count),
         block_m,
         block_n,
@@ -416,27 +437,27 @@ def product(
 
 def gated_product(
     x: Tensor,
-    weights: Sequence[PackedWeight | PackedInt8],
+    weights: Sequence[Weight],
     bias: Tensor | None,
     sorting: Sorting,
     k: int,
     activation: str,
     dtype: torch.dtype,
     scales: Tensor | None = None,
+    group: int = 0,
 ) -> Tensor:
     """The activation of the `product` of weights [2I, K] and unsorted rows: [T * k, I] in `dtype`."""
     order, starts = sorting
     choices, inner, inputs, count = len(order), weights[0].rows // 2, x.shape[1], len(weights)
     if not candidates.is_on("experts_gated") or activation not in ACTIVATIONS:
-        both = product(x, weights, bias, x.new_empty((choices, 2 * inner), dtype=dtype), sorting, k, scales)
+        both = product(x, weights, bias, x.new_empty((choices, 2 * inner), dtype=dtype), sorting, k, scales, group)
         return activated(both, activation)
     out = x.new_empty((choices, inner), dtype=dtype)
     config = tuned("linear", x.device.index, rows=-(-choices // count), outputs=2 * inner, bytes=x.element_size())
     block_m, block_n = config["tile"][0], max(16, config["tile"][1] // 2)
-    block_k = config.get("step", BLOCK_K) if scales is None else INTEGER_STEP
+    block_k = _step(x, config, group)
     tiles, grid_tiles = tiles_of(sorting, block_m)
     table = addresses(tuple(weight.packed.data_ptr() for weight in weights), x.device)
-    of_weights = tuple(weight.scales.data_ptr() for weight in weights if isinstance(weight, PackedInt8))
     gated_experts_kernel[(grid_tiles, cdiv(inner, block_n))](
         x,
         table,
@@ -446,7 +467,7 @@ def gated_product(
         starts,
         tiles,
         out if scales is None else scales,
-        addresses(of_weights, x.device) if of_weights else table,
+        table if scales is None else _scales_of(weights, x),
         inner,
         inputs,
         x.stride(0),
@@ -455,6 +476,7 @@ def gated_product(
         bias is not None,
         inputs % block_k == 0,
         ACTIVATIONS.index(activation),
+        group,
         next_power_of_2(count),
         block_m,
         block_n,

@@ -52,6 +52,7 @@ def experts_wna16_kernel(
     MINS: tl.constexpr,
     ORDER: tl.constexpr,
     FOLDED: tl.constexpr,
+    FLOAT8: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN: tl.constexpr,
     E_BLOCK: tl.constexpr,
@@ -94,6 +95,7 @@ def experts_wna16_kernel(
         MINS,
         ORDER,
         FOLDED,
+        FLOAT8,
         EVEN,
         BLOCK_K,
     )
@@ -114,7 +116,7 @@ def _by_kind(weights: Sequence[PackedWna16 | PackedWeight]) -> dict[Kind, list[P
         if isinstance(weight, PackedWna16):
             for part, zero in zip(weight.parts, weight.handle, strict=True):
                 sizes = (part.bits, part.rows, part.columns, min(part.group, part.columns), part.scales.shape[1])
-                kind = (first, zero, *sizes, part.mins is not None, part.order is not None, part.folded)
+                kind = (first, zero, *sizes, part.mins is not None, part.order is not None, part.folded, part.float8)
                 kinds.setdefault(kind, [None] * len(weights))[expert] = part
                 first += part.rows
     return kinds
@@ -133,7 +135,7 @@ def _product(
     if any(floats):
         product(x, floats, bias, out, sorting, k)
     for kind, parts in _by_kind(weights).items():
-        first, zero, bits, rows, columns, group, groups, has_mins, has_order, folded = kind
+        first, zero, bits, rows, columns, group, groups, has_mins, has_order, folded, is_float8 = kind
         config = tuned("wna16", x.device.index, rows=-(-choices // count), outputs=rows)
         block_m, block_n = config["tile"]
         step = step_of(group, x.dtype, ordered=has_order)
@@ -167,6 +169,7 @@ def _product(
             has_mins,
             has_order,
             folded,
+            is_float8,
             bias is not None,
             is_even(columns, group, step),
             next_power_of_2(count),

@@ -18,7 +18,7 @@ from torch import Tensor
 from tokserve.gpu.kernels import elementwise
 from tokserve.gpu.kernels.launch import EXACT, cdiv, torch_device, tuned
 from tokserve.gpu.kernels.sums import tree_sums
-from tokserve.ops import wna16
+from tokserve.ops import float8, wna16
 from tokserve.ops.wna16 import SIGNED, UNSIGNED, PackedPart, PackedWna16, QuantizedRows
 
 STEPS = (128, 64, 32, 16)  # inputs that are multiplied at once: the most that do not exceed a group
@@ -47,6 +47,7 @@ def wna16_sums(
     MINS: tl.constexpr,
     ORDER: tl.constexpr,
     FOLDED: tl.constexpr,
+    FLOAT8: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -59,7 +60,7 @@ def wna16_sums(
     for group in range(0, groups):
         scale = tl.load(scales_ptr + output * groups + group, mask=in_outputs, other=0.0)
         sums = total
-        if not FOLDED:
+        if not FOLDED and not FLOAT8:
             sums = tl.zeros([row.shape[0], output.shape[0]], tl.float32)
         shift = tl.zeros([row.shape[0]], tl.float32)
         for at_byte in range(0, (GROUP + PER_BYTE - 1) // PER_BYTE, BLOCK_K // PER_BYTE):
@@ -77,7 +78,11 @@ def wna16_sums(
                 column = tl.load(order_ptr + k, mask=inside, other=0)
             x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=x_valid, other=0.0)
             codes = tl.load(code_ptrs + group * (GROUP // PER_BYTE) + at_byte, mask=code_valid, other=0)
-            if BITS == 8:
+            if FLOAT8:  # the bits of a number of half precision, over 256: also where no instruction converts float8
+                bits = codes.to(tl.int32)
+                half = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.uint16).to(tl.float16, bitcast=True)
+                factor = (half.to(tl.float32) * 256.0 * scale[:, None]).to(x.dtype)
+            elif BITS == 8:
                 factor = codes.to(tl.int8, bitcast=True).to(tl.float32)
             else:
                 pair = codes.to(tl.int32)
@@ -94,7 +99,7 @@ def wna16_sums(
                 sums = tl.dot(x.to(tl.float32), tl.trans(factor), sums, input_precision="ieee")
             else:
                 sums = tl.dot(x, tl.trans(factor.to(x.dtype)), sums, input_precision="ieee")
-        if FOLDED:
+        if FOLDED or FLOAT8:
             total = sums
         else:
             total += sums * scale[None, :]
@@ -127,6 +132,7 @@ def wna16_kernel(
     MINS: tl.constexpr,
     ORDER: tl.constexpr,
     FOLDED: tl.constexpr,
+    FLOAT8: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -158,6 +164,7 @@ def wna16_kernel(
         MINS,
         ORDER,
         FOLDED,
+        FLOAT8,
         EVEN,
         BLOCK_K,
     )
@@ -179,6 +186,8 @@ def pack(parts: Sequence[QuantizedRows], rounded: bool = False) -> PackedWna16:
     """Codes of 4 bits in pairs, the first in the low half; scales and minima of every group as float32."""
     if rounded:
         raise ValueError("pack_wna16: activations are rounded on a CPU only")
+    for part in parts:
+        wna16.check_float8(part, rounded)
     packed = tuple(_pack(part) for part in parts)
     zeros = tuple(0 if part.factors is None else LINEAR.get(part.factors, -1) for part in parts)
     return PackedWna16(sum(part.rows for part in packed), packed[0].columns, packed, handle=zeros)
@@ -215,6 +224,8 @@ def _pack(part: QuantizedRows) -> PackedPart:
         codes = even[:, ::2] | even[:, 1::2] << 4
     factors = torch.tensor(part.factors or [0] * 16, dtype=torch.int8)
     scales, mins = part.by_group()
+    if part.float8:
+        scales = float8.with_marks(part.numbers(), scales.t(), part.group).t()
     placed = [
         None if tensor is None else tensor.to(device, copy=True, memory_format=torch.contiguous_format)
         for tensor in (codes, factors, scales, mins, part.order)
@@ -234,6 +245,7 @@ def _pack(part: QuantizedRows) -> PackedPart:
         None,
         placed[4],
         part.folded,
+        float8=part.float8,
     )
 
 
@@ -277,6 +289,7 @@ def _multiply(x: Tensor, part: PackedPart, zero: int, bias: Tensor | None, out: 
         part.mins is not None,
         part.order is not None,
         part.folded,
+        part.float8,
         bias is not None,
         is_even(part.columns, group, block_k),
         block_m,
@@ -314,7 +327,7 @@ def embedding(ids: Tensor, packed: PackedWna16, dtype: torch.dtype) -> Tensor:
     (part,) = packed.parts
     codes, group = part.packed[ids], part.group
     if part.bits == 8:
-        values = codes.view(torch.int8).float()
+        values = codes.view(torch.float8_e4m3fn if part.float8 else torch.int8).float()
     else:
         pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, : part.columns]
         values = part.factors[pairs.long()].float()

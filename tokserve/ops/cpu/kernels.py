@@ -18,6 +18,7 @@ from tokserve.ops.cpu import (  # noqa: F401 - they register their implementatio
     attention,
     dense,
     elementwise,
+    float8,
     gradients,
     latent,
     lora,

@@ -11,10 +11,11 @@ from torch import Tensor
 from tokserve import _C
 from tokserve.ops import mixture
 from tokserve.ops.dense import PackedWeight
+from tokserve.ops.float8 import PackedFloat8
 from tokserve.ops.quant import PackedInt8
 from tokserve.ops.wna16 import PackedWna16
 
-Packed = PackedWeight | PackedInt8 | PackedWna16
+Packed = PackedWeight | PackedInt8 | PackedFloat8 | PackedWna16
 
 
 @mixture.route.implement("cpp", device="cpu")
@@ -25,7 +26,7 @@ def route(logits: Tensor, bias: Tensor | None, k: int, *rest: Any) -> tuple[Tens
     return ids, weights
 
 
-def _check_experts(x: Tensor, gate_up: Packed, down: Packed) -> None:
+def check_experts(x: Tensor, gate_up: Packed, down: Packed) -> None:
     """Raise ValueError for weights that do not fit x: the extension does not see their sizes."""
     if not x.shape[-1] == gate_up.columns == down.rows or gate_up.rows != 2 * down.columns:
         raise ValueError(
@@ -48,7 +49,7 @@ def experts(
     shared_gate: Tensor | None = None,
 ) -> Tensor:
     """Rows of x need not be adjacent."""
-    _check_experts(x, gate_up[0], down[0])
+    check_experts(x, gate_up[0], down[0])
     out = x.new_empty(x.shape[0], x.shape[1])
     _C.experts(
         x,
@@ -83,7 +84,7 @@ def experts_int8(
     shared_gate: Tensor | None = None,
 ) -> Tensor:
     """Rows of x need not be adjacent."""
-    _check_experts(x, gate_up[0], down[0])
+    check_experts(x, gate_up[0], down[0])
     out = x.new_empty(x.shape[0], x.shape[1])
     _C.experts(
         x,
@@ -118,7 +119,7 @@ def experts_wna16(
     shared_gate: Tensor | None = None,
 ) -> Tensor:
     """Rows of x need not be adjacent."""
-    _check_experts(x, gate_up[0], down[0])
+    check_experts(x, gate_up[0], down[0])
     out = x.new_empty(x.shape[0], x.shape[1])
     _C.experts_wna16(
         x,

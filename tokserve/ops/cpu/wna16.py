@@ -7,12 +7,13 @@ Codes and scales are in panels of 64 outputs; of a gated weight a panel holds 32
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tokserve import _C
-from tokserve.ops import wna16
+from tokserve.ops import float8, wna16
 from tokserve.ops.cpu.arena import packed_weights
 from tokserve.ops.cpu.dense import PANEL
 from tokserve.ops.wna16 import PackedPart, PackedWna16, QuantizedRows
@@ -102,11 +103,29 @@ def _unfilled(rows: int, columns: int, group: int, rounded: bool, *, gated: bool
     return PackedWna16(rows, columns, (part,), gated, handle)
 
 
+def packed_float8(values: Tensor, scales: Tensor, group: int, *, gated: bool, rounded: bool) -> PackedWna16:
+    """The float8 numbers whose bits are `values` [N,K] uint8, with scales [N,G] float32; `rounded`: rows of x become
+    float8 as well."""
+    part = _pack(_marked(QuantizedRows(values, None, group, scales, float8=True)), gated, rounded)
+    handle = _C.Wna16Weight()
+    handle.add(*_arguments(part), gated)
+    return PackedWna16(part.rows, part.columns, (part,), gated, handle)
+
+
 def _packed(parts: Sequence[QuantizedRows], *, gated: bool, rounded: bool) -> PackedWna16:
-    packed, handle = tuple(_pack(part, gated, rounded) for part in parts), _C.Wna16Weight()
+    for part in parts:
+        wna16.check_float8(part, rounded)
+    packed, handle = tuple(_pack(_marked(part), gated, rounded) for part in parts), _C.Wna16Weight()
     for part in packed:
         handle.add(*_arguments(part), gated)
     return PackedWna16(sum(part.rows for part in packed), packed[0].columns, packed, gated, handle)
+
+
+def _marked(part: QuantizedRows) -> QuantizedRows:
+    """The part with scales of not-a-number where float8 numbers are that."""
+    if not part.float8:
+        return part
+    return replace(part, scales=float8.with_marks(part.numbers(), part.scales.t(), part.group).t())
 
 
 def _pack(part: QuantizedRows, gated: bool, rounded: bool) -> PackedPart:
@@ -137,6 +156,7 @@ def _pack(part: QuantizedRows, gated: bool, rounded: bool) -> PackedPart:
         order,
         part.folded,
         rounded,
+        part.float8,
     )
 
 
@@ -165,6 +185,7 @@ def _arguments(part: PackedPart) -> tuple[object, ...]:
         part.order,
         part.folded,
         part.rounded,
+        part.float8,
     )
 
 

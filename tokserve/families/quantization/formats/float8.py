@@ -6,14 +6,14 @@ Two entries of config.json describe such checkpoints: "fp8" (DeepSeek, Qwen) and
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.families.quantization.methods import FLOAT8, Float8Weight
+from tokserve.families.quantization.methods import FLOAT8, WNA16, Float8Weight
 from tokserve.models.formats import FLOAT8_DTYPES, FLOATS, Described, Grouped, Part, is_unused
 
 SCALES = ("_scale_inv", "_scale")  # what follows a weight's name in that of its scale; both are multiplied by
@@ -68,20 +68,27 @@ class Float8Format:
         """Refuses nothing: the dtype says all."""
         return None
 
-    def native_method(self, weights: Mapping[str, Grouped]) -> str | None:
-        """Float8, if all matrices of the layers are stored so and the product takes their scales.  Matrices of one
-        width, which may be shards of one layer, must have as many groups then."""
+    def native_method(self, weights: Mapping[str, Grouped], *, has_float8: bool, rounded: bool) -> str | None:
+        """Where the device multiplies float8, that method, if all weights are stored so and the product takes their
+        scales; else the one that keeps weights as they are stored, if any is float8 and activations are not rounded to
+        integers."""
+        matrices = [weight for weight in weights.values() if len(weight.shape) == 2]
+        if has_float8 and matrices and self._all_multiplied(matrices):
+            return FLOAT8.name
+        return WNA16.name if not rounded and any(weight.parts for weight in matrices) else None
+
+    def _all_multiplied(self, matrices: Sequence[Grouped]) -> bool:
+        """Whether products take all of them as float8.  Matrices of one width, which may be shards of one layer, must
+        have as many groups then."""
         groups_by_width: dict[int, set[int]] = {}
-        for name, weight in weights.items():
-            if ".layers." in name and len(weight.shape) == 2:
-                if not weight.parts:
-                    return None
-                count = groups(weight.shape, weight.parts[SCALE].shape)
-                if count > 1 and self.block[1] % ops.FLOAT8_STEP:
-                    return None
-                groups_by_width.setdefault(weight.shape[1], set()).add(count)
-        is_native = groups_by_width and all(len(counts) == 1 for counts in groups_by_width.values())
-        return FLOAT8.name if is_native else None
+        for weight in matrices:
+            if not weight.parts:
+                return False
+            count = groups(weight.shape, weight.parts[SCALE].shape)
+            if count > 1 and self.block[1] % ops.FLOAT8_STEP:
+                return False
+            groups_by_width.setdefault(weight.shape[1], set()).add(count)
+        return all(len(counts) == 1 for counts in groups_by_width.values())
 
 
 def refusal(quantization: Mapping[str, Any]) -> str | None:

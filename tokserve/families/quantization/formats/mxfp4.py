@@ -115,7 +115,7 @@ class Mxfp4Format:
     def refusal(self, tensor: Described) -> str | None:
         return None
 
-    def native_method(self, weights: Mapping[str, Grouped]) -> str | None:
+    def native_method(self, weights: Mapping[str, Grouped], *, has_float8: bool, rounded: bool) -> str | None:
         return WNA16.name if any(weight.parts for weight in weights.values()) else None
 
 

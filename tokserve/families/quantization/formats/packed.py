@@ -161,7 +161,7 @@ class PackedFormat:
     def refusal(self, tensor: Described) -> str | None:
         return None
 
-    def native_method(self, weights: Mapping[str, Grouped]) -> str | None:
+    def native_method(self, weights: Mapping[str, Grouped], *, has_float8: bool, rounded: bool) -> str | None:
         """Integer weights, where any are."""
         return WNA16.name if any(weight.parts for weight in weights.values()) else None
 

@@ -1,0 +1,178 @@
+// Weights stored as float8 (e4m3), in the layout of 8 bits of unpack.h, read as numbers that products take, and the
+// products (gemm_float8.cpp).
+//
+// A byte with its exponent and mantissa one bit lower, in the upper half of a word, is a half-precision number: the
+// float8 number over 256, subnormal ones too.  Scales are multiplied by 256 to make up for it, which is exact.  The
+// byte that means not-a-number would be read as a number: packing gives the scale of such a group that meaning.
+#pragma once
+
+#include "epilogue.h"
+#include "kernels.h"
+#include "unpack.h"
+#include "vec.h"
+#include "wna16_groups.h"
+
+namespace tokserve {
+namespace TOKSERVE_ISA {
+
+int64_t float8_rows_size(const Wna16Args& a);
+void float8_rows(const Wna16Args& a, int64_t begin, int64_t end);
+void linear_float8(const Wna16Args& a, int64_t row0, int64_t begin, int64_t end);
+
+constexpr float kFloat8Unit = 256.0f;
+
+#if defined(__AVX2__)
+using Words16 = __m256i;  // sixteen words of two bytes
+TOKSERVE_INLINE Words16 load_words(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+// The lower or the upper bytes, over 256.
+template <bool UPPER>
+TOKSERVE_INLINE f32x16 float8_of(Words16 words) {
+  const __m256i bytes = UPPER ? words : _mm256_slli_epi16(words, 8);
+  const __m256i halves = _mm256_and_si256(_mm256_srai_epi16(bytes, 1), _mm256_set1_epi16(static_cast<short>(0xbf80)));
+#if defined(__AVX512F__)
+  return {_mm512_cvtph_ps(halves)};
+#else
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+#endif
+}
+#else
+struct Words16 {
+  uint16_t v[16];
+};
+TOKSERVE_INLINE Words16 load_words(const uint8_t* p) {
+  Words16 words;
+  std::memcpy(words.v, p, sizeof words.v);
+  return words;
+}
+template <bool UPPER>
+TOKSERVE_INLINE f32x16 float8_of(Words16 words) {
+  f16 halves[kLanes];
+  for (int i = 0; i < kLanes; i++) {
+    const uint16_t byte = UPPER ? words.v[i] : static_cast<uint16_t>(words.v[i] << 8);
+    halves[i].bits = static_cast<uint16_t>(byte & 0x8000) | (byte >> 1 & 0x3f80);
+  }
+  return load(halves);
+}
+#endif
+
+// The number of one byte.
+inline float float8_number(uint8_t byte) {
+  alignas(64) uint8_t words[2 * kLanes] = {byte};
+  alignas(64) float numbers[kLanes];
+  store(numbers, float8_of<false>(load_words(words)) * broadcast(kFloat8Unit));
+  return numbers[0];
+}
+
+// x rounded to T; not-a-number must be one that rounding leaves what it is.
+template <class T>
+TOKSERVE_INLINE f32x16 nearest(f32x16 x) {
+  return rounded<T>(x);
+}
+template <>
+TOKSERVE_INLINE f32x16 nearest<bf16>(f32x16 x) {
+  const u32x16 word = as_u32(x);
+  const u32x16 up = word + broadcast_u32(0x7fff) + (shr<16>(word) & broadcast_u32(1));
+  return as_f32(up & broadcast_u32(0xffff0000));
+}
+
+// As float32: times the scale of each column, rounded to T; without SCALED, over 256.
+template <class T, bool SCALED>
+struct Float8Values {
+  static constexpr int kBits = 8;
+  alignas(64) float scales[kPanel];
+
+  void set_scales(const float* panel) {
+    for (int64_t c = 0; c < kPanel; c += kLanes) store(scales + c, load(panel + c) * broadcast(kFloat8Unit));
+  }
+  TOKSERVE_INLINE f32x16 scaled(f32x16 value, int64_t column) const {
+    if constexpr (SCALED) return nearest<T>(value * load(scales + column));
+    else return value;
+  }
+  template <class F>
+  TOKSERVE_INLINE void read(const uint8_t* block, int64_t column, const F& f) const {
+    for (int k = 0; k < kCodeDepth; k += 2, block += kPanel * 2) {
+      if (column % (2 * kLanes) == 0) __builtin_prefetch(block + column * 2 + kCodesAhead, 0, 2);
+      const Words16 words = load_words(block + column * 2);
+      f(k, scaled(float8_of<false>(words), column));
+      f(k + 1, scaled(float8_of<true>(words), column));
+    }
+  }
+};
+
+#if defined(__AVX512BF16__)
+// The same as pairs of bfloat16.
+template <bool SCALED>
+struct Float8Pairs {
+  static constexpr int kBits = 8;
+  alignas(64) float scales[2 * kPanel];  // two of each column
+  bool tiny = false;                     // a weight may be subnormal, which the instruction does not round
+
+  void set_scales(const float* panel) {
+    constexpr float least = 0x1p-109f;  // times the smallest of the numbers that are read: the least normal number
+    int below = 0;
+    for (int64_t c = 0; c < kPanel; c++) {
+      const float scale = panel[c] * kFloat8Unit;
+      below |= scale < least && scale > -least;
+      scales[2 * c] = scales[2 * c + 1] = scale;
+    }
+    tiny = below;
+  }
+  TOKSERVE_INLINE __m512 scaled(__m256i halves, int64_t at) const {
+    const __m512 values = _mm512_cvtph_ps(halves);
+    if constexpr (SCALED) return _mm512_mul_ps(values, _mm512_load_ps(scales + at));
+    else return values;
+  }
+  TOKSERVE_INLINE u32x16 pairs(__m512 low, __m512 high) const {
+    if (SCALED && __builtin_expect(tiny, 0)) {
+      bf16 words[2 * kLanes];
+      store(words, f32x16{low});
+      store(words + kLanes, f32x16{high});
+      return load(reinterpret_cast<const uint32_t*>(words));
+    }
+    return {reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low))};
+  }
+  template <class F>
+  TOKSERVE_INLINE void read(const uint8_t* block, int64_t column, const F& f) const {
+    const __m512i mask = _mm512_set1_epi16(static_cast<short>(0xbf80));
+    for (int k = 0; k < kCodeDepth; k += 2, block += kPanel * 2) {
+      if (column % (2 * kLanes) == 0) __builtin_prefetch(block + column * 2 + kCodesAhead, 0, 2);
+      const __m512i bytes = _mm512_cvtepi8_epi16(load_words(block + column * 2));
+      const __m512i halves = _mm512_and_si512(_mm512_slli_epi16(bytes, 7), mask);
+      f(k, pairs(scaled(_mm512_castsi512_si256(halves), column * 2),
+                 scaled(_mm512_extracti64x4_epi64(halves, 1), column * 2 + kLanes)));
+    }
+  }
+};
+#endif
+
+// What reads weights for products of T in a format.
+template <class T, class Format, bool SCALED>
+struct Float8ReaderOf {
+  using Reader = Float8Values<T, SCALED>;
+};
+#if defined(__AVX512BF16__)
+template <class T, bool SCALED>
+struct Float8ReaderOf<T, Pairs, SCALED> {
+  using Reader = Float8Pairs<SCALED>;
+};
+#endif
+
+// Elements [k, end) of K of panel `index`, multiples of kCodeDepth, times their scales, in the format's layout.
+template <class Format, class Reader>
+void unpack_scaled(const Wna16Args& a, Reader& reader, int64_t index, int64_t k, int64_t end,
+                   typename Format::Weight* out) {
+  alignas(64) float scales[kPanel];
+  const int64_t groups = groups_of(a), group = groups > 1 ? a.group : padded(a);
+  const uint8_t* panel = a.packed + index * padded(a) * kPanel;
+  while (k < end) {
+    const int64_t stop = min(end, (k / group + 1) * group);
+    expand(a.scales, index, groups, k / group, 1, scales);
+    reader.set_scales(scales);
+    unpack<Format>(reader, panel + k * kPanel, stop - k, out);
+    out += (stop - k) * kPanel;
+    k = stop;
+  }
+}
+
+}  // namespace TOKSERVE_ISA
+}  // namespace tokserve
