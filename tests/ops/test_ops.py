@@ -59,6 +59,8 @@ def close(actual: object, expected: object, tolerance: tuple[float, float]) -> N
         assert isinstance(actual, tuple | list) and len(actual) == len(expected)
         for a, e in zip(actual, expected, strict=True):
             close(a, e, tolerance)
+    elif isinstance(expected, Tensor) and expected.dtype == torch.float8_e4m3fn:  # of an argument
+        assert isinstance(actual, Tensor) and torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
     elif isinstance(expected, Tensor) and expected.is_floating_point():
         torch.testing.assert_close(actual, expected, atol=tolerance[0], rtol=tolerance[1], equal_nan=True)
     elif isinstance(expected, Tensor):

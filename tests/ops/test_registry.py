@@ -94,8 +94,11 @@ def test_inexact_products_use_the_library(monkeypatch: pytest.MonkeyPatch) -> No
         "embedding",
         "pack_gated",
         "pack_linear_float8",
+        "pack_gated_float8",
         "pack_scaled_float8",
+        "gated_linear_float8",
         "experts",
+        "experts_float8",
     ):
         for one in ("triton", "cublas"):
             OPS[name].implement(one, device="cuda")(lambda *_: None)
