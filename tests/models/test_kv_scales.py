@@ -107,7 +107,7 @@ def test_a_cache_of_another_kind_is_refused_where_float8_is_wanted(
     directory = write_checkpoint(tmp_path, HF)
     quantize(directory, compressed("channel") | {"kv_cache_scheme": scheme}, "channel", "_scale", torch.float32)
     assert words in refusal(directory, float8_cache=True)
-    assert opened(directory).quantization is None
+    assert not opened(directory).float8_cache
 
 
 def test_missing_scales_of_a_declared_format_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -141,12 +141,6 @@ def test_int4_is_the_model_of_the_rounded_weights(family: str, tmp_path: Path) -
     assert (result - prefill(opened(directory), IDS).log_softmax(-1)).abs().max() < 2e-4
 
 
-def test_quantization_without_products_for_experts_is_refused_by_name(tmp_path: Path) -> None:
-    directory, _ = written(tmp_path, "qwen3_moe")
-    with pytest.raises(StartError, match="fp8 does not cover the experts"):
-        opened(directory, quantization="fp8")
-
-
 def test_adapters_take_attention_and_the_shared_block_not_the_experts(tmp_path: Path) -> None:
     decoder = opened(written(tmp_path, "qwen2_moe")[0])
     targets = decoder.adapter_targets()

@@ -111,7 +111,7 @@ def _quantizable(
     """The checkpoint's weights that a method of quantization holds: not those of routers, say, which stay floats."""
     if spec.format.name == DENSE.name:
         return {}
-    decoder = build(spec, **options | {"quantization": "int8", "quantize_lm_head": False, "rounded": False})
+    decoder = build(spec, **{**options, "quantization": "int8", "quantize_lm_head": False, "rounded": False})
     parameters = decoder.parameters_by_name()
     parameters |= {name: stacked.parameter for name, stacked in decoder.stacked_parameters().items()}
     held = {name for name, one in parameters.items() if one.rounded not in (None, one.dtype)}

@@ -123,7 +123,7 @@ class Experts:
         if spec.bias:
             self.gate_up_bias = torch.zeros(spec.experts, 2 * self.inner, dtype=self.dtype, device=device)
             self.down_bias = torch.zeros(spec.experts, hidden, dtype=self.dtype, device=device)
-        self._halves: dict[int, Packed] = {}  # by expert, gate and up while one of them is missing
+        self._halves: dict[int, Packed | Tensor] = {}  # by expert, gate and up while one of them is missing
         self._stored: dict[tuple[int, str], StoredWeight] = {}  # gate or up as stored, while the other is missing
 
     def parameters(self) -> dict[str, Parameter]:
@@ -207,13 +207,24 @@ class Experts:
             return
         if (other := self._stored.pop((expert, _other(shard)), None)) is not None:
             self._load(expert, _other(shard), other.dense())
-        complete = expert in self._halves
         rows, first = _rows(tensor, self.dtype), self.inner * (shard == "up")
+        if not self.quant.packs_rows:
+            self._load_both(expert, shard, rows)
+            return
+        complete = expert in self._halves
         weight = self.quant.pack_gated(rows, 2 * self.inner, first, self._halves.pop(expert, None))
         if complete:
             self.gate_up[expert] = weight
         else:
             self._halves[expert] = weight
+
+    def _load_both(self, expert: int, shard: str, rows: Tensor) -> None:
+        """Take a gate or an up projection for a method that packs whole weights: with the second of them."""
+        other = self._halves.pop(expert, None)
+        if isinstance(other, Tensor):
+            self.gate_up[expert] = self.quant.pack_gated(torch.cat((rows, other) if shard == "gate" else (other, rows)))
+        else:
+            self._halves[expert] = rows.clone()
 
     def load_stored(self, expert: int, shard: str, weight: StoredWeight) -> None:
         """Take one projection of one expert in the form in which it is stored, where the method accepts that.  A gate

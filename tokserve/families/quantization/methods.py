@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,16 +79,19 @@ class Float8Weight:
         return Float8Weight(self.values.clone(), self.scales.clone(), self.group)
 
     def narrow(self, dim: int, start: int, length: int) -> Tensor | Float8Weight:
-        """A part, with its scales; a tensor of floats if it begins or ends within a group."""
+        """A part, with its scales; in smaller groups if it begins or ends within one, or a tensor of floats if those
+        would be smaller than products take."""
         values = self.values.narrow(dim, start, length)
         if dim == 0:
             return Float8Weight(values, self.scales.narrow(1, start, length), self.group)
         if len(self.scales) == 1:
             return Float8Weight(values, self.scales, length)
         end = start + length
-        if start % self.group or (end % self.group and end != self.shape[1]):
+        group = math.gcd(self.group, start, 0 if end == self.shape[1] else end)
+        if group % STEP:
             return self.dense().narrow(1, start, length)
-        return Float8Weight(values, self.scales[start // self.group : -(-end // self.group)], self.group)
+        scales = self.scales.repeat_interleave(self.group // group, 0)
+        return Float8Weight(values, scales[start // group : -(-end // group)], group)
 
     def joined(self, others: Sequence[StoredWeight]) -> Float8Weight | None:
         """All rows in one weight; None unless all are float8 in groups of one size."""

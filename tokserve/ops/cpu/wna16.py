@@ -116,9 +116,9 @@ def _packed(parts: Sequence[QuantizedRows], *, gated: bool, rounded: bool) -> Pa
     for part in parts:
         wna16.check_float8(part, rounded)
     packed, handle = tuple(_pack(_marked(part), gated, rounded) for part in parts), _C.Wna16Weight()
-    for part in packed:
-        handle.add(*_arguments(part), gated)
-    return PackedWna16(sum(part.rows for part in packed), packed[0].columns, packed, gated, handle)
+    for one in packed:
+        handle.add(*_arguments(one), gated)
+    return PackedWna16(sum(one.rows for one in packed), packed[0].columns, packed, gated, handle)
 
 
 def _marked(part: QuantizedRows) -> QuantizedRows:
