@@ -144,6 +144,13 @@ def calls(sizes: list[int], *, has_float8: bool, is_dependent: bool, wide_heads:
         for size in ((2 * inner, hidden), (hidden, inner))
     )
     call["experts_int8"](x, torch.zeros(rows, 8, dtype=INT), torch.empty(rows, 8), ups, None, backs, None, "silu")
+    if has_float8:
+        for tokens in sizes:
+            chosen = torch.zeros(tokens, 8, dtype=INT), torch.empty(tokens, 8)
+            for group in (0, 128):
+                float8 = [float8_weights(count, *size, group) for size in ((2 * inner, hidden), (hidden, inner))]
+                inputs = torch.empty(tokens, hidden, dtype=BF16)
+                call["experts_float8"](inputs, *chosen, float8[0], None, float8[1], None, "silu")
     for up, back in zip(integer_weights(256, 256), integer_weights(256, 128), strict=True):
         ids = torch.zeros(rows, 8, dtype=INT)
         packed_up, packed_down = [call["pack_wna16"]([up])] * count, [call["pack_wna16"]([back])] * count
@@ -189,6 +196,13 @@ def calls(sizes: list[int], *, has_float8: bool, is_dependent: bool, wide_heads:
         call["linear_float8"](x, ops.PackedFloat8(hidden, hidden, values, scales[:1], hidden), None)
     call["gated_linear"](x, packed, None, "silu")
     call["linear_int8"](x, integers, None)
+
+
+def float8_weights(count: int, outputs: int, inputs: int, group: int) -> list[Any]:
+    """One weight for all experts, with a scale for each `group` inputs of an output (0: for all)."""
+    values = torch.empty(outputs, inputs, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(inputs // group if group else 1, outputs)
+    return [ops.PackedFloat8(outputs, inputs, values, scales, group or inputs)] * count
 
 
 def float8_caches(
@@ -333,7 +347,7 @@ def candidate_calls(*, has_float8: bool) -> None:
         call["linear"](x, packed, None)
     call["gated_linear"](x, packed, None, "silu")
     call["linear"](torch.empty(600, 4096, dtype=BF16), packed, None)
-    mixture_calls(call)
+    mixture_calls(call, has_float8=has_float8)
     row = torch.empty(1, 1024, dtype=BF16)  # of 0.6B
     for outputs in (1024, 4096, 6144):
         packed = ops.PackedWeight(outputs, 1024, BF16, torch.empty(outputs, 1024, dtype=BF16))
@@ -344,8 +358,8 @@ def candidate_calls(*, has_float8: bool) -> None:
         call["linear_float8"](x, ops.PackedFloat8(4096, 4096, values, scales[: 4096 // group], group), None)
 
 
-def mixture_calls(call: dict[str, Any]) -> None:
-    """A layer of 30B-A3B with 1 and 512 rows, in bfloat16 and int8."""
+def mixture_calls(call: dict[str, Any], *, has_float8: bool) -> None:
+    """A layer of 30B-A3B with 1 and 512 rows, in bfloat16, int8 and float8."""
     count, hidden, inner = 128, 2048, 768
     sizes = (2 * inner, hidden), (hidden, inner)
     floats = [[ops.PackedWeight(*size, BF16, torch.empty(size, dtype=BF16))] * count for size in sizes]
@@ -357,7 +371,11 @@ def mixture_calls(call: dict[str, Any]) -> None:
             torch.empty(rows, hidden, dtype=BF16),
             call["route"](torch.empty(rows, count), None, 8, False, 1, 1, False, True, 0.0, 1.0),
         )
-        for name, (up, down) in (("experts", floats), ("experts_int8", integers)):
+        kinds = [("experts", floats), ("experts_int8", integers)]
+        if has_float8:
+            for group in (0, 128):
+                kinds.append(("experts_float8", [float8_weights(count, *size, group) for size in sizes]))
+        for name, (up, down) in kinds:
             call[name](x, ids, weights, up, None, down, None, "silu")
 
 

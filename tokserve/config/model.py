@@ -35,10 +35,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["int8", "int4", "fp8", "none", "gptq", "awq", "compressed-tensors", "mxfp4", "gguf"] | None,
         about(
             "Quantize the projections of a floating checkpoint as it loads. int4: weights by groups of inputs, "
-            "activations as they are. Per channel, activations per token: int8, and fp8 (e4m3) on a GPU of compute "
-            "capability 8.9 or more (a CPU can, slowly). none: compute with a quantized checkpoint in the model's "
-            "dtype. gptq to gguf: the checkpoint must be of that kind. Default: as the checkpoint stores its weights, "
-            "float8 only on such a GPU."
+            "activations as they are. Per channel, activations per token: int8, and fp8 (e4m3), on a CPU or a GPU of "
+            "compute capability 8.9 or more. none: compute with a quantized checkpoint in the model's dtype. gptq to "
+            "gguf: the checkpoint must be of that kind. Default: as the checkpoint stores its weights; activations "
+            "become float8 only on such a GPU."
         ),
     ] = None
     quantization_group_size: Annotated[
