@@ -28,6 +28,12 @@ BLOCK = (32, 64)  # some blocks of every weight are not whole
 QWEN = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": list(BLOCK)}
 
 
+@pytest.fixture(autouse=True)
+def references() -> None:
+    """Bind the torch references, in whose layout these tests read packed weights."""
+    ops.bind("cpu", {"*": "torch"})
+
+
 def compressed(strategy: str, **changes: Any) -> dict[str, Any]:
     kind = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False} | changes
     if strategy == "block":

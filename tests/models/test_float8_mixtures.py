@@ -43,8 +43,8 @@ def experts(decoder: Decoder) -> Iterator[Packed]:
 
 
 def distance(one: Decoder, other: Decoder) -> float:
-    """Of what the experts of two decoders make of the same rows, chosen alike: relative to its size, the largest of all
-    layers."""
+    """The distance of what the experts of two decoders make of the same rows, chosen alike: relative to its size, the
+    largest of all layers."""
     distances = []
     for first, second in zip(one.blocks, other.blocks, strict=True):
         if not first.mlp.spec.has_experts:
@@ -116,22 +116,22 @@ def test_rows_do_not_depend_on_their_batch(quantization: str | None, tmp_path: P
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
-@pytest.mark.parametrize("some", ["no floats", "an expert's gate", "an expert", "all"])
+@pytest.mark.parametrize("pushed", ["no floats", "an expert's gate", "an expert", "all"])
 @pytest.mark.usefixtures("compiled")
-def test_an_update_is_kept_as_a_start_keeps_it(quantization: str | None, some: str, tmp_path: Path) -> None:
+def test_an_update_is_kept_as_a_start_keeps_it(quantization: str | None, pushed: str, tmp_path: Path) -> None:
     """Float8 in any order; and floats in its place, which stay that, or are rounded if the option says so."""
     old, new = checkpoint(tmp_path / "old", seed=1), checkpoint(tmp_path / "new", seed=2)
     decoder = opened(old, dtype="bfloat16", quantization=quantization)
     means = stored(write_checkpoint(tmp_path / "means", tiny_config("qwen3_moe", **SIZES), seed=2))
     tensors = stored(new)
     prefix = {"no floats": "none", "an expert's gate": "1.mlp.experts.2.gate_proj", "an expert": "1.mlp.experts.2."}
-    for name in [name for name in tensors if prefix.get(some, "") in name and name + "_scale_inv" in tensors]:
+    for name in [name for name in tensors if prefix.get(pushed, "") in name and name + "_scale_inv" in tensors]:
         del tensors[name + "_scale_inv"]
         tensors[name] = means[name]
 
-    def updated(pushed: dict[str, Tensor]) -> Tensor:
+    def updated(tensors: dict[str, Tensor]) -> Tensor:
         staging = Staging(decoder.blank())
-        for name, tensor in pushed.items():
+        for name, tensor in tensors.items():
             staging.push(name, tensor)
         return prefill(staging.finish(), IDS)
 

@@ -29,7 +29,10 @@ _C = pytest.importorskip("tokserve._C")
 registry.load_extension("cpu")
 # for devices with their own memory or a library of products, and gradients by torch
 NOT_ON_CPU = {"sample_few", "advance_step", "edit_rows", "prepare_step", "attention_work", "accept_library"}
+# for devices with their own memory or a library of products, and gradients by torch
+NOT_ON_CPU = {"sample_few", "advance_step", "edit_rows", "prepare_step", "attention_work", "accept_library"}
 NOT_ON_CPU |= gradients.BY_TORCH
+NAMES = [name for name in OPS if not name.startswith("pack_") and name not in NOT_ON_CPU]
 NAMES = [name for name in OPS if not name.startswith("pack_") and name not in NOT_ON_CPU]
 CALLS: dict[str, Callable[..., Any]] = {
     name: op.implementations["cpp"].call for name, op in OPS.items() if name not in NOT_ON_CPU
@@ -340,18 +343,15 @@ assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.1
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("linear", torch.float32), ("linear", torch.bfloat16), ("linear_int8", torch.float32),
-        ("linear_wna16", torch.bfloat16),
-    ],
-)  # fmt: skip
+WIDE = [("linear", torch.float32), ("linear_int8", torch.float32)]
+WIDE += [(name, torch.bfloat16) for name in ("linear", "linear_wna16", "linear_float8")]
+
+
+@pytest.mark.parametrize(("name", "dtype"), WIDE)
 def test_rows_that_exceed_the_shared_cache_are_multiplied_in_groups(name: str, dtype: torch.dtype) -> None:
     """400 rows of 16,384 values: four blocks of rows, in groups by their bytes, 26, 13 and 7 MB."""
     x = randn(400, 16384).to(dtype)
-    weight = weights(70, 16384)[:1] if name == "linear_wna16" else randn(70, 16384).to(dtype)
-    packed = CALLS[PACKING[name]](weight)
+    packed = CALLS[PACKING[name]](weights(70, 16384)[:1] if "wna16" in name else randn(70, 16384).to(dtype))
     result = CALLS[name](x, packed, None)
     assert result.isfinite().all()
     for rows in (slice(0, 1), slice(127, 129), slice(250, 400)):
@@ -373,13 +373,11 @@ def test_empty_inputs() -> None:
     none = torch.empty(0, 64)
     assert CALLS["rms_norm"](none, torch.ones(64), 1e-6).shape == (0, 64)
     assert CALLS["silu_mul"](none).shape == (0, 32)
-    for name in ("linear", "linear_int8"):
+    for name in ("linear", "linear_int8", "linear_float8"):
         assert CALLS[name](none, CALLS[PACKING[name]](randn(10, 64)), None).shape == (0, 10)
     assert CALLS["quantize_rows"](none)[0].shape == (0, 64) and CALLS["quantize_rows"](none)[1].shape == (0,)
-    caches = randn(2, 3, 1, 16, 32)
-    zero = torch.zeros(1, dtype=torch.int32)
-    q = torch.empty(0, 2, 32)
-    tables = torch.empty(0, 3, dtype=torch.int32)
+    zero, tables = torch.zeros(1, dtype=torch.int32), torch.empty(0, 3, dtype=torch.int32)
+    q, caches = torch.empty(0, 2, 32), randn(2, 3, 1, 16, 32)
     assert CALLS["paged_attention"](q, *caches.unbind(), tables, zero, zero[:0], 1.0, 0).shape == (0, 2, 32)
     logits, index = torch.empty(0, 50), torch.empty(0, dtype=torch.int64)
     assert CALLS["sample"](logits, index, index, index.bool()).shape == (0,)
@@ -394,7 +392,7 @@ def test_rows_of_a_split_projection_may_be_strided() -> None:
     dense = CALLS["rope"](q.contiguous(), k.contiguous(), table, positions)
     assert all(torch.equal(a, b) for a, b in zip(turned, dense, strict=True))
     half = both[:, 128:]
-    for name in ("linear", "linear_int8"):
+    for name in ("linear", "linear_int8", "linear_float8"):
         packed = CALLS[PACKING[name]](randn(20, 128))
         assert torch.equal(CALLS[name](half, packed, None), CALLS[name](half.contiguous(), packed, None))
     pairs = zip(CALLS["quantize_rows"](half), CALLS["quantize_rows"](half.contiguous()), strict=True)

@@ -76,14 +76,9 @@ def load_decoder(
     scales = {name: entries.pop(name) for name in kv_scales.names(len(spec.blocks)) if name in entries}
     entries = weights.by_weight(entries, spec.format)
     spec = _as_stored(spec, entries)
-    stored = spec.format.native_method(
-        _quantizable(spec, entries, options),
-        has_float8=has_float8 or quantization == "fp8",
-        rounded=options["rounded"],
-    )
+    stored = _native_method(spec, entries, options, has_float8=has_float8)
     keeps = stored is not None and quantization in (None, stored)
-    if keeps:
-        options["quantization"] = stored
+    options["quantization"] = stored if keeps else quantization
     if options["rounded"] and options["quantization"] not in ("int4", "int8", STORED_INTEGERS):
         raise StartError("option quantization_activations: needs integer weights; add --quantization int4 or int8")
     if any(entry.is_stored for entry in entries.values()):
@@ -105,17 +100,22 @@ def _spec_and_catalogue(
     return spec if adapt is None else adapt(spec, catalogue), catalogue
 
 
-def _quantizable(
-    spec: DecoderSpec, entries: Mapping[str, weights.Entry], options: Mapping[str, Any]
-) -> dict[str, weights.Entry]:
-    """The checkpoint's weights that a method of quantization holds: not those of routers, say, which stay floats."""
+def _native_method(
+    spec: DecoderSpec, entries: Mapping[str, weights.Entry], options: Mapping[str, Any], *, has_float8: bool
+) -> str | None:
+    """The method that multiplies the checkpoint's weights as they are stored, of those that a method of quantization
+    would hold: routers, say, stay floats."""
     if spec.format.name == DENSE.name:
-        return {}
+        return None
     decoder = build(spec, **{**options, "quantization": "int8", "quantize_lm_head": False, "rounded": False})
     parameters = decoder.parameters_by_name()
     parameters |= {name: stacked.parameter for name, stacked in decoder.stacked_parameters().items()}
     held = {name for name, one in parameters.items() if one.rounded not in (None, one.dtype)}
-    return {name: entry for name, entry in entries.items() if name in held}
+    return spec.format.native_method(
+        {name: entry for name, entry in entries.items() if name in held},
+        has_float8=has_float8 or options["quantization"] == "fp8",
+        rounded=options["rounded"],
+    )
 
 
 def _with_head(
