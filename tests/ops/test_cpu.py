@@ -29,10 +29,7 @@ _C = pytest.importorskip("tokserve._C")
 registry.load_extension("cpu")
 # for devices with their own memory or a library of products, and gradients by torch
 NOT_ON_CPU = {"sample_few", "advance_step", "edit_rows", "prepare_step", "attention_work", "accept_library"}
-# for devices with their own memory or a library of products, and gradients by torch
-NOT_ON_CPU = {"sample_few", "advance_step", "edit_rows", "prepare_step", "attention_work", "accept_library"}
 NOT_ON_CPU |= gradients.BY_TORCH
-NAMES = [name for name in OPS if not name.startswith("pack_") and name not in NOT_ON_CPU]
 NAMES = [name for name in OPS if not name.startswith("pack_") and name not in NOT_ON_CPU]
 CALLS: dict[str, Callable[..., Any]] = {
     name: op.implementations["cpp"].call for name, op in OPS.items() if name not in NOT_ON_CPU
