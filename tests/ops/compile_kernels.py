@@ -20,13 +20,15 @@ from typing import Any
 
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
+from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from tests.ops.samples.wna16 import weights as integer_weights
 from tokserve import ops
 from tokserve.gpu import candidates
-from tokserve.gpu.compile.targets import TARGETS, use
+from tokserve.gpu.compile import targets
 from tokserve.gpu.kernels import launch, wna16
 from tokserve.gpu.kernels.ranks.exchange import Inboxes
 from tokserve.gpu.peers import CAPACITY, PROGRAMS, PeerGroup
@@ -41,6 +43,16 @@ MATMUL = re.compile(
 WARP_MATMUL = re.compile(r"mma\.sync\.aligned\.m16n8k16\S* (\{[^}]*\}), (\{[^}]*\}), \{[^}]*\}, (\{[^}]*\});")
 PLACE = re.compile(r"(?:add\.s|or\.b|cvt\.u64\.u)(?:32|64)\s+(%\w+), (%\w+)(?:, (-?\d+))?;")  # a register, and past it
 FLOATING = re.compile(r'= "?((?:arith\.\w+f|arith\.select|math\.\w+|tt\.reduce|ttng\.warp_group_dot)\b)')
+
+
+AMD = launch.Gpu("gfx942", 64 << 10, 304)  # MI300X: a target of the compiler's, and none that a server has
+
+
+class AmdDriver(targets.TargetDriver):
+    """The calls of the compiler to a driver of AMD's."""
+
+    def __init__(self) -> None:
+        self._target = GPUTarget("hip", AMD.architecture, 64)
 
 
 compiled: dict[str, Any] = {}
@@ -182,7 +194,6 @@ def calls(sizes: list[int], *, has_float8: bool, is_dependent: bool, wide_heads:
     call["advance_step"](tables, tables, lens, lens, page, index, index, index, index, lens, tables)
     recurrent_calls(call)
     gradient_calls(call, wide_heads=wide_heads)
-    rank_calls()
     if not is_dependent:
         return
     for entry in launch.table()["launch"]:
@@ -389,7 +400,7 @@ def rank_calls() -> None:
             group.copy(torch.empty(2, 64, 4096, dtype=BF16), 0)
 
 
-def figures(kernel: Any) -> dict[str, Any]:
+def nvidia_figures(kernel: Any) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -412,6 +423,21 @@ def figures(kernel: Any) -> dict[str, Any]:
         "fma": bool(re.search(r"\bfma\.", ptx)),
         "flags": re.findall(r"st\.global\.v4|bar\.sync|\w+\.(?:release|acquire)\.sys|ld\.global\.cg", ptx),
         "atomics": bool(re.search(r"\b(atom|red)\.", ptx)),
+    }
+
+
+def amd_figures(kernel: Any) -> dict[str, Any]:
+    assembly = kernel.asm["amdgcn"]
+    registers, stack = (
+        int(re.findall(rf"^    \.{word}: +(\d+)", assembly, re.MULTILINE)[-1])
+        for word in ("vgpr_count", "private_segment_fixed_size")
+    )
+    return {
+        "registers": registers,
+        "stack": stack,
+        "shared": kernel.metadata.shared,
+        "by_matrix_unit": "v_mfma_" in assembly,
+        "atomics": bool(re.search(r"\b(?:global|flat|buffer)_atomic_(?:pk_)?add_(?:f|bf)", assembly)),
     }
 
 
@@ -496,10 +522,14 @@ def loop(ttgir: str) -> list[str]:
 if __name__ == "__main__":
     assert registry.load_extension("cuda") is None
     target = sys.argv[1]
-    use(TARGETS[target])
+    if target == AMD.architecture:
+        launch.compile_for(AMD)
+        driver.set_active(AmdDriver())
+    else:
+        targets.use(targets.TARGETS[target])
     wna16.torch_device = lambda: torch.device("cpu")  # where it packs
     JITFunction.run = compile_only
-    number = int(target.removeprefix("sm_"))
+    number = 0 if target == AMD.architecture else targets.number(target)
     if sys.argv[2:] == ["candidates"]:
         candidate_calls(has_float8=number >= 89)
     else:
@@ -509,5 +539,8 @@ if __name__ == "__main__":
             is_dependent=number >= 90,
             wide_heads=number != 90,
         )
+    if number:
+        rank_calls()  # by instructions of NVIDIA's
+    figures = nvidia_figures if number else amd_figures
     report = {name: figures(kernel) for name, kernel in sorted(compiled.items())}
     json.dump({"kernels": report, "failed": failed}, sys.stdout, indent=1)

@@ -84,6 +84,19 @@ def test_candidates_fit(target: str, tmp_path: Path) -> None:
     assert not large
 
 
+@pytest.mark.slow
+def test_every_kernel_compiles_for_amd(tmp_path: Path) -> None:
+    """MI300X: all but the exchange of ranks, which is written in NVIDIA's instructions, compile and fit."""
+    kernels = compile_for("gfx942", ["1", "300"], tmp_path)
+    assert not kernels["failed"]
+    assert len(kernels["kernels"]) > 170
+    for name, figures in kernels["kernels"].items():
+        assert figures["shared"] <= 64 << 10, f"{name} does not fit: {figures}"
+        assert not figures["atomics"], f"{name} adds in any order"
+    products = variants(kernels["kernels"], "linear", "gated_linear", "experts", "wna16", "decode", "latent_decode")
+    assert len(products) > 30 and all(figures["by_matrix_unit"] for figures in products.values())
+
+
 def variants(compiled: dict[str, Any], *names: str) -> dict[str, Any]:
     """The variants of the named kernels, or of all kernels."""
     return {name: report for name, report in compiled.items() if not names or name.partition("#")[0] in names}
