@@ -20,6 +20,7 @@ from tests.runner.fake_device import FakeDevice, same_bytes
 from tests.runner.test_runner import jobs, outcomes, prompt
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import ops
+from tokserve.gpu import device_slots
 from tokserve.gpu.cuda import CudaBackend
 from tokserve.gpu.cuda_graphs import decode_sizes, prompt_rows, prompt_sizes
 from tokserve.gpu.device_slots import DeviceSlots
@@ -117,6 +118,35 @@ def test_bits_without_graphs_are_the_same(tmp_path: Path, alone: list[tuple[obje
     assert cuda(runner).activation_bytes(runner.model, facts.layout.specs, 16) == (2 << 20) + SCORED
     assert outcomes(Driver(runner, facts, seed=3).run(jobs())) == alone
     assert fake.captured == fake.replayed == 0
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "qwen3_next", "mixtral"])
+def test_the_last_layer_computes_the_tokens_that_are_sampled_from(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts that no graph has: a row for each, not one for each token, with the bits of a step of all tokens."""
+    runner, facts, _ = make(tmp_path, tiny_config(family), enforce_eager=True, max_num_batched_tokens=256)
+    rows: list[int] = []
+    last = runner.model.blocks[-1]
+    monkeypatch.setattr(last, "mlp", Counted(last.mlp, rows))
+    prompts = [Job(prompt(40 + 7 * i, i), SamplingParams(max_tokens=2, logprobs=1), i) for i in range(3)]
+    few = outcomes(Driver(runner, facts).run([job.fresh() for job in prompts]))
+    assert max(rows) == 3
+    assert outcomes(Driver(runner, facts).run([job.fresh() for job in prompts], chunk=32)) == few
+    monkeypatch.setattr(device_slots, "FEWER", 1 << 30)
+    assert outcomes(Driver(runner, facts).run([job.fresh() for job in prompts])) == few
+    assert max(rows) == sum(len(job.prompt) for job in prompts)
+
+
+class Counted:
+    """A layer that notes its numbers of rows."""
+
+    def __init__(self, layer: Any, rows: list[int]) -> None:
+        self._layer, self._rows = layer, rows
+
+    def __call__(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        self._rows.append(len(x))
+        return self._layer(x, *rest)
 
 
 @pytest.mark.slow

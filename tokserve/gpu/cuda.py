@@ -221,7 +221,11 @@ class CudaBackend:
             batch = self.slots.build(plan, self.kv)
             if features is not None:
                 features.put_into(batch)
+            if needed is plan.num_logits:  # no other hidden states are read
+                batch.logits_rows = self.slots.logits_rows(plan, batch)
             states = model.forward(batch)
+            if batch.logits_rows is not None:
+                return HiddenStates(states, np.cumsum(needed, dtype=np.int64), None)
         every = np.add.reduce(plan.num_logits) == len(states)
         ends = np.cumsum(plan.num_tokens, dtype=np.int64)
         return HiddenStates(states, ends, None if every else self.slots.logits_indices)

@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.layers.batch import ForwardBatch, Pages, StateRows
+from tokserve.layers.batch import ForwardBatch, LogitsRows, Pages, StateRows
 from tokserve.protocol.plan import Int32, NewRow, StepPlan
 from tokserve.runner.device import Accelerator
 from tokserve.runner.tables.prompt_parts import PromptParts
 from tokserve.runner.tables.slots import Int64, SamplingColumns, Slots, last_indices, logit_lengths
 from tokserve.runner.tables.states import PAIR, StateTable
 
+FEWER = 8  # times fewer tokens than a batch has are worth launches of their own for them
 CAPTURED_SAVES = 4  # snapshots of states that a captured step can take: each is looked for by every row
 
 
@@ -180,6 +181,24 @@ class DeviceSlots(Slots):
         elif into.adapters is not None:
             into.adapters.copy_(adapters_dev)
         return batch
+
+    def logits_rows(self, plan: StepPlan, batch: ForwardBatch) -> LogitsRows | None:
+        """The tokens of the plan's logits in the batch that was built last; None if there are none, or not much fewer
+        than all tokens, or rows of the batch are divided."""
+        counts, total = plan.num_logits, len(batch.input_ids)
+        if batch.bidirectional is not None or not 0 < FEWER * int(counts.sum()) <= total:
+            return None
+        assert self.logits_indices is not None
+        query_start = np.zeros(np.count_nonzero(counts) + 1, np.int32)
+        np.add.accumulate(counts[counts > 0], out=query_start[1:])
+        starts, rows = self._device.put([query_start, np.flatnonzero(counts)])
+        return LogitsRows(
+            self.logits_indices,
+            starts,
+            batch.seq_lens.index_select(0, rows),
+            batch.block_tables.index_select(0, rows),
+            None if batch.adapters is None else batch.adapters.index_select(0, self.logits_indices),
+        )
 
     def fits_graphs(self, plan: StepPlan) -> bool:
         """Whether a captured step can be that of the plan: its rows have no images or second texts that matter to it,
