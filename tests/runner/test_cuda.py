@@ -124,7 +124,7 @@ def test_bits_without_graphs_are_the_same(tmp_path: Path, alone: list[tuple[obje
 def test_the_last_layer_computes_the_tokens_that_are_sampled_from(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of prompts that no graph has: a row for each, not one for each token, with the bits of a step of all tokens."""
+    """A prompt that no graph has takes one row of it, not one for each token, with the bits of a step of all tokens."""
     runner, facts, _ = make(tmp_path, tiny_config(family), enforce_eager=True, max_num_batched_tokens=256)
     rows: list[int] = []
     last = runner.model.blocks[-1]
