@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from tests import needs
 from tests.e2e.server import Server
+from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.train import PolicyModel
 
 pytestmark = [
@@ -71,3 +73,31 @@ def test_gradients_are_near_to_a_cpus_and_have_one_order() -> None:
             (scored,) = policy.logprobs([row], [1])
             (scored * torch.linspace(-1.0, 2.0, len(scored), device=scored.device)).sum().backward()
         assert all(torch.equal(policy.get_parameter(name).grad.cpu(), part) for name, part in together.items())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("family", ["cohere", "qwen2_moe", "glm4_moe", "qwen3_5_text", "lfm2", "bamba"])
+def test_other_layers_have_a_cpus_gradients_and_one_order(family: str, tmp_path: Path) -> None:
+    """Norms that subtract the mean, mixtures and recurrent states; a sequence's logprobs are the same by itself."""
+    directory = write_checkpoint(tmp_path, tiny_config(family))
+    rows = [ids(0, 100) + ids(number, 20 + number * 30) for number in range(1, 4)] + [ids(9, 37)]
+    expected = gradient(PolicyModel.from_pretrained(directory, dtype="float32"), rows)
+    policy = PolicyModel.from_pretrained(directory, dtype="float32", device=DEVICE)
+    actual = gradient(policy, rows)
+    flat, exact = (torch.cat([grads[name].flatten() for name in expected]) for grads in (actual, expected))
+    assert (flat - exact).norm() < 1e-3 * exact.norm()
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")  # which a trainer may do
+    try:
+        again = gradient(policy, rows)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert all(torch.equal(again[name], part) for name, part in actual.items())
+    policy.activation_bytes = 0
+    recomputed = gradient(policy, rows)
+    assert all(torch.equal(recomputed[name], part) for name, part in actual.items())
+    with torch.no_grad():
+        together = policy.logprobs(rows, [1] * len(rows))
+        assert torch.equal(policy.logprobs(rows[1:2], [1])[0], together[1])
+    halves = PolicyModel.from_pretrained(directory, dtype="bfloat16", device=DEVICE)
+    once, twice = (gradient(halves, rows) for _ in range(2))
+    assert all(torch.equal(twice[name], part) for name, part in once.items())

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve.base.errors import StartError
 from tokserve.ops import devices
-from tokserve.train import PolicyModel, exact, support
+from tokserve.train import PolicyModel, exact
 
 
 def test_a_device_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,19 +27,6 @@ def test_a_device_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert devices.kind_of("cuda") == devices.kind_of("cuda:0") == "cuda"
     with pytest.raises(StartError, match=r"device 'cuda:1' is not this process's .* torch.cuda.set_device\(1\)"):
         devices.kind_of("cuda:1")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("qwen3_5_text", "layer 0: a recurrent state"),
-    ],
-)
-def test_what_a_gpu_cannot_train_is_named(name: str, message: str) -> None:
-    config = tiny_config(name)
-    support.trainable_spec(config)
-    with pytest.raises(StartError, match=f"{message}.* cannot be trained on 'cuda', but on a CPU"):
-        support.trainable_spec(config, "cuda")
 
 
 def test_weights_that_were_moved_are_refused(tmp_path: Path) -> None:

@@ -35,6 +35,9 @@ CASES: dict[str, dict[str, Any]] = {  # all with one layer
     "qwen2_moe": {"mlp_only_layers": []},  # a softmax, a shared expert with a gate
     "glm4_moe": {"first_k_dense_replace": 0},  # a sigmoid, groups, a bias of the choice
     "granitemoe": {},  # experts in one tensor
+    "qwen3_5_text": {"layer_types": ["linear_attention"]},  # the gated delta rule
+    "lfm2": {"layer_types": ["conv"]},
+    "bamba": {"attn_layer_indices": []},  # a state space
 }
 
 

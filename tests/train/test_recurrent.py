@@ -139,7 +139,7 @@ def test_gradients_of_a_tree_are_those_of_its_sequences(layer: Recurrent) -> Non
         total[0].index_add_(0, order, one)
         total[0] /= counts.clamp(min=1)[:, None]
         total[1].index_add_(0, order, other)
-        torch.testing.assert_close(total[0], total[1], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(total[0], total[1], rtol=1e-4, atol=5e-5)
     for name, gradient in shared[1].items():
         torch.testing.assert_close(gradient, separate[1][name], rtol=1e-4, atol=1e-4)
 
@@ -162,6 +162,30 @@ def test_a_sequences_gradients_depend_on_no_other_and_on_no_thread(layer: Recurr
     again, again_of_vectors = gradients(layer, sequences, inputs, grad)
     assert all(torch.equal(one, other) for one, other in zip(again, together, strict=True))
     assert all(torch.equal(again_of_vectors[name], one) for name, one in of_vectors.items())
+
+
+def test_gradients_are_in_float32_whatever_the_process_allows(
+    layer: Recurrent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, grad, backend = projected(layer, 70), drawn(70, layer.out.inputs, seed=3), torch.backends.cuda.matmul
+    expected, _ = gradients(layer, [range(70)], inputs, grad)
+    seen, replayed = [], layer.replay
+
+    def replay_and_look(*arguments: Any) -> Any:
+        seen.append((backend.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision))  # type: ignore[attr-defined]
+        return replayed(*arguments)
+
+    monkeypatch.setattr(layer, "replay", replay_and_look)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            actual, _ = gradients(layer, [range(70)], inputs, grad)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == [("ieee", "ieee")]
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
 
 
 def test_a_frozen_vector_has_no_gradient(layer: Recurrent) -> None:

@@ -152,11 +152,11 @@ def _dtype_of(causal: Any) -> str:
 
 def _spec(causal: Any, device: str) -> DecoderSpec:
     config = causal.config.to_dict() | {"architectures": [type(causal).__name__]}
-    spec = trainable_spec(config, device)
+    spec = trainable_spec(config)
     base, head = causal.get_submodule("model"), causal.get_submodule("lm_head").weight
     tied = head is projections.collect(base, [EMBEDDING], PREFIX, head.device).masters[EMBEDDING]
     if tied != spec.tied:
-        spec = trainable_spec(config | {"tie_word_embeddings": tied}, device)
+        spec = trainable_spec(config | {"tie_word_embeddings": tied})
     if spec.logits_multiplier != 1.0 or spec.logits_softcap:
         raise ValueError(
             f"{type(causal).__name__} scales or caps logits after its head, where an exact model cannot: "

@@ -128,7 +128,7 @@ class PolicyModel(nn.Module):
         binding = Binding(dtype, ops, cpu_arithmetic, cpu_kernels, device)
         source = checkpoint.locate(str(directory), weights=load_format != "dummy")
         config = checkpoint.hf_config(source)
-        trainable_spec(config, binding.kind)
+        trainable_spec(config)
         decoder = load.load_decoder(
             source,
             config,

@@ -84,23 +84,21 @@ KNOWN: dict[type, set[str]] = {
     },
     NormSpec: {"eps", "offset", "kind", "bias"},
 }
-ALL_LAYERS = {"cpu"}  # kinds of devices that have the gradients of all of these
 VALUES: dict[tuple[type, str], set[str]] = {(MixtureSpec, "activation"): {"silu", "gelu_tanh"}}
 
 
-def trainable_spec(hf: Mapping[str, Any], device: str = "cpu") -> DecoderSpec:
-    """The spec of a config.json.  Raises StartError, which names the architecture, if it has no backward pass on this
-    kind of device."""
+def trainable_spec(hf: Mapping[str, Any]) -> DecoderSpec:
+    """The spec of a config.json.  Raises StartError, which names the architecture, if it has no backward pass."""
     spec = decoder_spec(hf)
     try:
-        check_spec(spec, device)
+        check_spec(spec)
     except StartError as error:
         raise StartError(f"{', '.join(ConfigReader(hf).texts('architectures'))}: {error}") from error
     return spec
 
 
-def check_spec(spec: DecoderSpec, device: str = "cpu") -> None:
-    """Raise StartError, naming the attribute, if part of the decoder has no gradient on this kind of device."""
+def check_spec(spec: DecoderSpec) -> None:
+    """Raise StartError, naming the attribute, if part of the decoder has no gradient."""
     _check(spec, "the model")
     _check(spec.norm, "norm")
     for number, block in enumerate(spec.blocks):
@@ -115,14 +113,6 @@ def check_spec(spec: DecoderSpec, device: str = "cpu") -> None:
             _check(block.mlp.router, f"layer {number}: router")
             if block.mlp.shared is not None:
                 _check(block.mlp.shared, f"layer {number}: shared expert")
-    if device not in ALL_LAYERS:
-        _check_kernels(spec, device)
-
-
-def _check_kernels(spec: DecoderSpec, device: str) -> None:
-    for number, block in enumerate(spec.blocks):
-        if isinstance(block.attention, RecurrentSpec):
-            raise StartError(f"layer {number}: a recurrent state cannot be trained on {device!r}, but on a CPU")
 
 
 def _check(part: Any, where: str) -> None:

@@ -1,7 +1,9 @@
 """The recurrences of `ops/recurrent` as differentiable functions of torch, for gradients: in float32, in chunks.
 
-Within a chunk a state is never made: what a token reads of those before it is a product of matrices.  The bits
-are therefore not those of the ops, which take token after token.  All are of one sequence's consecutive tokens.
+Within a chunk a state is never made: what a token reads of those before it is a product of matrices, of all chunks at
+once.  Only the memory between chunks is computed one after the other.  The bits are therefore not those of the ops,
+which take token after token.  All are of one sequence's consecutive tokens, and of functions whose order of sums
+follows from shapes on every device.
 """
 
 from __future__ import annotations
@@ -44,43 +46,44 @@ def gated_delta(
     values = value_heads.view(len(value_heads), sizes.heads, -1).transpose(0, 1)  # [Hv, t, Dv]
     if memory is None:
         memory = values.new_zeros(sizes.heads, sizes.key_dim, sizes.value_dim)
-    parts = []
-    chunks = (torch.split(part, CHUNK, 1) for part in (queries, keys, values, log_rates, b.sigmoid()))
-    for q, k, v, rate, step in zip(*chunks, strict=True):
-        decay = decays(rate)
-        corrected = _corrections(k, v, step, rate.cumsum(1).exp(), decay, memory)
-        read, memory = read_and_update(q, k, corrected, rate, decay, memory)
-        parts.append(read)
-    out = torch.cat(parts, 1).transpose(0, 1)  # [t, Hv, Dv]
+    q, k, v, rate, step = (in_chunks(part, CHUNK) for part in (queries, keys, values, log_rates, b.sigmoid()))
+    decay, since = decays(rate)
+    # what the tokens of a chunk write at their keys is u of u = step (v - k S), where S has what those before wrote:
+    # the first part is from the values, the second times the memory before the chunk
+    others = torch.tril(k @ k.mT * decay, -1) * step[..., None]
+    targets = torch.cat([v, k * since], -1) * step[..., None]
+    identity = torch.eye(k.shape[2], dtype=k.dtype, device=k.device)
+    solved = torch.linalg.solve_triangular(others + identity, targets, upper=False, unitriangular=True)
+    of_values, of_memory = (part.unbind(1) for part in torch.split(solved, [sizes.value_dim, sizes.key_dim], 3))
+    memories, written = [], []
+    places = (k * decay[:, :, -1, :, None]).mT.unbind(1)
+    left = since[:, :, -1:].unbind(1)
+    for from_values, from_memory, place, rest in zip(of_values, of_memory, places, left, strict=True):
+        memories.append(memory)
+        written.append(from_values - from_memory @ memory)
+        memory = memory * rest + place @ written[-1]
+    read = (q * since) @ torch.stack(memories, 1) + (q @ k.mT * decay) @ torch.stack(written, 1)  # [Hv, C, t, Dv]
+    out = read.flatten(1, 2)[:, : values.shape[1]].transpose(0, 1)  # [t, Hv, Dv]
     scale = torch.rsqrt(out.square().mean(2, keepdim=True) + eps)
     return (out * scale * vectors["norm.weight"] * functional.silu(gates[earlier:])).flatten(1), memory
 
 
-def _corrections(k: Tensor, v: Tensor, step: Tensor, since: Tensor, decay: Tensor, memory: Tensor) -> Tensor:
-    """What the tokens of a chunk write at their keys [Hv, t, Dv]: u of u = step (v - k S), where S has what the tokens
-    before wrote.  `since` [Hv, t]: what the memory before the chunk is multiplied by; `decay` [Hv, t, t]."""
-    others = torch.tril(k @ k.transpose(1, 2) * decay, -1) * step[:, :, None]
-    targets = (v - (k @ memory) * since[:, :, None]) * step[:, :, None]
-    identity = torch.eye(k.shape[1], dtype=k.dtype, device=k.device)
-    return torch.linalg.solve_triangular(others + identity, targets, upper=False, unitriangular=True)
+def in_chunks(x: Tensor, size: int) -> Tensor:  # [H, t, ...] -> [H, C, size, ...]
+    """Chunks of so many tokens, or one of fewer; zeros follow the last token."""
+    count = x.shape[1]
+    size = min(size, count)
+    if missing := -count % size:
+        x = torch.cat([x, x.new_zeros(len(x), missing, *x.shape[2:])], 1)
+    return x.reshape(len(x), -1, size, *x.shape[2:])
 
 
-def decays(rate: Tensor) -> Tensor:  # [H, t] -> [H, t, t]
-    """What is left at token i of what token j <= i wrote, where each token multiplies by exp(rate); zero for j > i."""
-    total = rate.cumsum(1)
-    between = total[:, :, None] - total[:, None, :]
-    later = torch.ones(between.shape[1:], dtype=torch.bool, device=rate.device).triu(1)
-    return between.masked_fill(later, float("-inf")).exp()
-
-
-def read_and_update(
-    q: Tensor, k: Tensor, written: Tensor, rate: Tensor, decay: Tensor, memory: Tensor
-) -> tuple[Tensor, Tensor]:
-    """What the queries [H, t, D] of a chunk read [H, t, E], and the memory [H, D, E] after it, in which token i wrote
-    `written` [H, t, E] at its key, [H, t, D].  `decay` is that of `rate` [H, t]."""
-    read = (q @ memory) * rate.cumsum(1).exp()[:, :, None] + (q @ k.transpose(1, 2) * decay) @ written
-    left = decay[:, -1, :, None]
-    return read, memory * rate.sum(1).exp()[:, None, None] + k.transpose(1, 2) @ (written * left)
+def decays(rate: Tensor) -> tuple[Tensor, Tensor]:  # [H, C, t] -> [H, C, t, t], [H, C, t, 1]
+    """What is left at token i of a chunk of what token j <= i wrote, zero for j > i, and of the memory before the
+    chunk, where each token multiplies by exp(rate)."""
+    later = torch.ones(rate.shape[2], rate.shape[2], dtype=torch.bool, device=rate.device).triu(1)
+    total = rate @ (~later.mT).to(rate.dtype)  # a cumulative sum, which on some devices has no fixed order
+    between = total[..., :, None] - total[..., None, :]
+    return between.masked_fill(later, float("-inf")).exp(), total.exp()[..., None]
 
 
 def short_conv(

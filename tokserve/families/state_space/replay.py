@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tokserve.families.recurrent.replay import CHUNK, convolved, decays, read_and_update, rounded
+from tokserve.families.recurrent.replay import CHUNK, convolved, decays, in_chunks, rounded
 
 
 def scan_states(
@@ -39,12 +39,15 @@ def scan_states(
     rates = -torch.exp(vectors["A_log"])[:, None] * step
     if memory is None:
         memory = u.new_zeros(heads, size, u.shape[2])
-    parts = []
-    chunks = (torch.split(part, CHUNK, 1) for part in (c, b, u * step[:, :, None], rates))
-    for query, key, value, rate in zip(*chunks, strict=True):
-        read, memory = read_and_update(query, key, value, rate, decays(rate), memory)
-        parts.append(read)
-    out = torch.cat(parts, 1) + vectors["D"][:, None, None] * u
+    query, key, value, rate = (in_chunks(part, CHUNK) for part in (c, b, u * step[:, :, None], rates))
+    decay, since = decays(rate)
+    memories = []
+    written = ((key * decay[:, :, -1, :, None]).mT @ value).unbind(1)  # by the tokens of a chunk, [H, size, P]
+    for rest, added in zip(since[:, :, -1:].unbind(1), written, strict=True):
+        memories.append(memory)
+        memory = memory * rest + added
+    read = (query * since) @ torch.stack(memories, 1) + (query @ key.mT * decay) @ value  # [H, C, t, P]
+    out = read.flatten(1, 2)[:, : u.shape[1]] + vectors["D"][:, None, None] * u
     out = rounded(out.transpose(0, 1).flatten(1), dtype) * functional.silu(gates[earlier:])
     if "norm.weight" in vectors:
         normed = out.view(len(out), -1, norm_size)

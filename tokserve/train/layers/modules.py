@@ -34,7 +34,7 @@ class DecoderModules:
     binding's device."""
 
     def __init__(self, decoder: Decoder, binding: Binding) -> None:
-        support.check_spec(decoder.spec, binding.kind)
+        support.check_spec(decoder.spec)
         self.decoder = decoder
         self.page = binding.page  # tokens of a block of keys
         self.vocab = decoder.spec.vocab

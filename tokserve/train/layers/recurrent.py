@@ -7,7 +7,8 @@ one first, and hands the gradient of a node's first state on to its parent.  One
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,10 +49,27 @@ class _Recurrence(torch.autograd.Function):
             name: master.detach().float().requires_grad_(needed)
             for name, master, needed in zip(ctx.names, masters, needs, strict=True)
         }
-        with one_thread():  # so that the bits of a sequence's gradients do not depend on the number of threads
+        # on one thread, so that the bits of a sequence's gradients do not depend on the number of threads
+        with one_thread(), _in_float32(grad.device):
             replay = _Replay(ctx.layer, ctx.batch.nodes, projected, vectors)
             replay.run(grad)
         return None, None, None, None, *replay.of_projected(), *(replay.of_vectors.get(name) for name in ctx.names)
+
+
+@contextmanager
+def _in_float32(device: torch.device) -> Iterator[None]:
+    """Torch's products of float32 are computed as such, whatever the process allows them (TF32, bfloat16), and
+    whether the backward pass runs in autocast."""
+    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
 
 
 def _mixed(layer: Recurrent, batch: PackedBatch, projected: Sequence[Tensor]) -> Tensor:
