@@ -60,3 +60,16 @@ def test_a_family_has_the_decoders_bits_and_a_cpus_gradients(name: str, tmp_path
     for row, start, logprobs in zip(rows, starts, scored, strict=True):
         logits = prefill(decoder, row)[start - 1 : -1]
         assert torch.equal(logprobs, ops.logprobs(logits, torch.tensor(row[start:]), 0, None, None)[0])
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_5_text", "bamba"])
+def test_a_sequences_gradients_do_not_depend_on_the_others(name: str, tmp_path: Path) -> None:
+    """Seen at the embeddings of tokens that no other sequence has."""
+    hf = tiny_config(name, **{"num_hidden_layers": 1, "tie_word_embeddings": False} | CASES[name])
+    policy = PolicyModel.from_pretrained(write_checkpoint(tmp_path, hf), dtype="float32", device="cuda")
+    row, others = [5, 9, 5, 17, 23, 40, 9], [[102, 140, 111, 102, 133], [205, 230, 250, 241, 205, 205, 260, 219, 204]]
+    alone = gradients(policy, [row], [2])["model.embed_tokens.weight"]
+    together = gradients(policy, [others[0], row, others[1]], [1, 2, 3])["model.embed_tokens.weight"]
+    tokens = torch.tensor(row[:-1])
+    assert alone[tokens].any(1).all()
+    assert torch.equal(alone[tokens], together[tokens])

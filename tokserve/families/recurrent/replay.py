@@ -74,7 +74,7 @@ def in_chunks(x: Tensor, size: int) -> Tensor:  # [H, t, ...] -> [H, C, size, ..
     size = min(size, count)
     if missing := -count % size:
         x = torch.cat([x, x.new_zeros(len(x), missing, *x.shape[2:])], 1)
-    return x.reshape(len(x), -1, size, *x.shape[2:])
+    return x.contiguous().view(len(x), -1, size, *x.shape[2:])
 
 
 def decays(rate: Tensor) -> tuple[Tensor, Tensor]:  # [H, C, t] -> [H, C, t, t], [H, C, t, 1]
