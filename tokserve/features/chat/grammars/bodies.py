@@ -11,11 +11,14 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tokserve.features.chat.grammars.lark import embedded, literal, spelled, up_to
+from tokserve.features.chat.grammars.lark import embedded, in_regex, literal, spelled, up_to
+from tokserve.features.chat.grammars.members import Member, demanded, sequence
 from tokserve.features.chat.grammars.schemas import (
     DEFINITIONS,
+    OPEN_ENDED,
     Functions,
     NotExpressible,
+    Schema,
     any_of,
     closed,
     list_of,
@@ -31,7 +34,8 @@ ANY_NAME = "/[A-Za-z0-9_.-]+/"  # of a parameter that no schema names; other let
 NO_TEXT = ["number", "boolean", "null", "array", "object"]
 NUMBER = "/[0-9]{1,3}/"  # of a call, in an id
 PYTHON = {True: "True", False: "False", None: "None"}
-Alternatives = list[tuple[bool, str]]  # the ways to write a value: whether each is a string, and its rule
+ANY = "any text"  # instead of a rule: a string without bounds
+Alternatives = list[tuple[bool, str]]  # the ways to write a value: whether each is a string, and its rule or ANY
 
 
 class CallBodies:
@@ -45,7 +49,7 @@ class CallBodies:
         self._form = form
         self._tokenizer = tokenizer
         self._white = white
-        self._definitions: dict[tuple[str, str], Alternatives | None] = {}  # by function and reference
+        self._definitions: dict[tuple[str, str], Alternatives] = {}  # by function and reference
         self._value = ""  # what matches an element's value that is any text, and its end
 
     def body(self, functions: Functions, max_calls: int | None) -> str:
@@ -116,24 +120,39 @@ class CallBodies:
         parts = [self._spelled(begin), *([] if tags.function else ['"\\n"?'])]
         padding = r'"\n"' if tags.padded else ""
         after = r'"\n"' if tags.function else r'"\n"?'
-        for key, inner in parsed.properties.items():
+        members = []
+        for key, inner in demanded(parsed, name).items():
             alternatives = self._alternatives(inner, schema, name)
-            if alternatives == []:
+            if not alternatives:
                 raise NotExpressible(f"the parameter {key!r} of {name!r} has no possible value")
             begin = f"{tags.parameter}{_quoted_name(key, tags.parameter)}"
             ways = self._value_ways(alternatives, f"{padding} {end_tag}")
-            part = f"{self._spelled(begin)} {ways} {after}"
-            parts.append(part if key in parsed.required else f"({part})?")
-        if parsed.additional:
-            mark = '"' if tags.parameter.endswith("name=") else ""
-            others = [(False, self._json({"type": NO_TEXT}))] if tags.typed else None
-            ways = self._value_ways(None, "") if others is None else self._any_typed(others, end_tag)
-            parts.append(
-                rf"({self._spelled(tags.parameter + mark)} {ANY_NAME} {literal(mark) if mark else ''} {ways} {after})*"
-            )
+            members.append(Member(f"{self._spelled(begin)} {ways} {after}", key in parsed.required))
+        other = ""
+        if parsed.additional is not False and (alternatives := self._alternatives(parsed.additional, schema, name)):
+            ways = self._value_ways(alternatives, f"{padding} {end_tag}")
+            other = f"{self._any_tag()} {ways} {after}"
+        parts.append(self._sequence(members, other, "", parsed, name))
         return " ".join([*parts, self._spelled(tags.function_end) if tags.function_end else ""])
 
-    def _value_ways(self, alternatives: Alternatives | None, end: str) -> str:
+    def _any_tag(self) -> str:
+        """The tag of a parameter that no schema names, up to the end of the name.  As text it is one lexeme: the lexer
+        does not go back where a name begins as another one does."""
+        tag = self._form.tags.parameter
+        mark = '"' if tag.endswith("name=") else ""
+        written = self._spelled(tag)
+        if "<[" in written:
+            return f"{written} {literal(mark) if mark else ''} {ANY_NAME} {literal(mark) if mark else ''}"
+        return f"/{in_regex(tag + mark)}{ANY_NAME[1:-1]}{mark}/"
+
+    def _sequence(self, members: list[Member], other: str, comma: str, parsed: Schema, name: str) -> str:
+        """The properties of an object as its schema bounds their number."""
+        rule = sequence(members, other, comma, (parsed.min_properties, parsed.max_properties), self.extra)
+        if rule is None:
+            raise NotExpressible(f"the parameters of {name!r} cannot be as many as minProperties and maxProperties say")
+        return rule
+
+    def _value_ways(self, alternatives: Alternatives, end: str) -> str:
         """What comes after a parameter's name: the rest of its tag, one of the values, and the end tag."""
         tags = self._form.tags
         padding = r'"\n"' if tags.padded else ""
@@ -142,25 +161,22 @@ class CallBodies:
         else:
             head = f"{literal(tags.key_end)} {padding}"
         if not tags.typed:
-            rules = None if alternatives is None else " | ".join(rule for _, rule in alternatives)
-            return f"{head} {self._value}" if rules is None else f"{head} ({rules}) {end}"
-        if alternatives is None:
-            return f'" string=\\"true\\"" {head} {self._value}'
+            rules = [rule for _, rule in alternatives]
+            return f"{head} {self._value}" if ANY in rules else f"{head} ({' | '.join(rules)}) {end}"
         ways = []
         for is_string in (True, False):
-            rules = " | ".join(rule for kind, rule in alternatives if kind is is_string)
+            rules = [rule for kind, rule in alternatives if kind is is_string]
             attribute = literal(f' string="{"true" if is_string else "false"}"')
-            ways += [f"{attribute} {head} ({rules}) {end}"] if rules else []
+            if ANY in rules:
+                ways.append(f"{attribute} {head} {self._value}")
+            elif rules:
+                ways.append(f"{attribute} {head} ({' | '.join(rules)}) {end}")
         return f"({' | '.join(ways)})"
 
-    def _any_typed(self, others: Alternatives, end: str) -> str:
-        """What comes after the name of a parameter of any type, where the tag says whether it is a string."""
-        return f"({self._value_ways(None, end)} | {self._value_ways(others, end)})"
-
-    def _alternatives(self, schema: Any, root: dict[str, Any], name: str) -> Alternatives | None:
-        """The alternatives for the value of a parameter; None: any text, because it may be a string."""
+    def _alternatives(self, schema: Any, root: dict[str, Any], name: str) -> Alternatives:
+        """The alternatives for the value of a parameter, none for one that is not known yet."""
         if schema is True:
-            return None
+            schema = {}
         parsed = parse_schema(schema, name)
         if parsed.ref is not None:
             return self._definition(parsed.ref, root, name)
@@ -169,31 +185,37 @@ class CallBodies:
             return [(isinstance(one, str), literal(one if isinstance(one, str) else json.dumps(one))) for one in values]
         if parsed.any_of or parsed.one_of:
             inner = [self._alternatives(value, root, name) for value in parsed.any_of or parsed.one_of]
-            return None if None in inner else [way for alternatives in inner for way in alternatives or ()]
-        if "string" in parsed.type:
-            return None
-        return [(False, self._json(_with_definitions(schema, root)))]
+            return [way for alternatives in inner for way in alternatives]
+        if "type" not in schema and "allOf" in schema:
+            parts = schema["allOf"]
+            return self._alternatives(parts[0], root, name) if len(parts) == 1 else [(True, ANY)]
+        kinds = parsed.kinds() if "type" in schema else ["string", *NO_TEXT]
+        others = [kind for kind in kinds if kind != "string"]
+        ways = [(True, ANY)] if "string" in kinds else []
+        return ways + ([(False, self._json(_with_definitions(schema | {"type": others}, root)))] if others else [])
 
-    def _definition(self, ref: str, root: dict[str, Any], name: str) -> Alternatives | None:
+    def _definition(self, ref: str, root: dict[str, Any], name: str) -> Alternatives:
         """The alternatives of a definition, as separate rules: a large definition is in the grammar only once."""
         if (name, ref) not in self._definitions:
             self._definitions[name, ref] = []  # a reference back to this definition adds nothing
             alternatives = self._alternatives(resolve_ref(ref, root, name), root, name)
             ways: Alternatives = []
-            for is_string in (True, False) if alternatives else ():
-                if rules := " | ".join(rule for kind, rule in alternatives or () if kind is is_string):
+            for is_string in (True, False):
+                rules = [rule for kind, rule in alternatives if kind is is_string]
+                if ANY in rules:
+                    ways.append((is_string, ANY))
+                elif rules:
                     rule = f"definition{len(self.extra)}"
-                    self.extra[rule] = rules
+                    self.extra[rule] = " | ".join(rules)
                     ways.append((is_string, rule))
-            self._definitions[name, ref] = ways if alternatives else alternatives
+            self._definitions[name, ref] = ways
         return self._definitions[name, ref]
 
     # keywords
 
     def _pythonic(self, name: str, schema: dict[str, Any]) -> str:
         """NAME(KEY=VALUE, ...)."""
-        any_other = f'{ANY_NAME} "=" {self._json({})}'
-        keywords = self._properties(schema, schema, name, "=", '", "', self._python_value, any_other)
+        keywords = self._properties(schema, schema, name, "=", '", "', self._python_value)
         return f"{literal(_plain(name) + '(')} {keywords} {literal(')')}"
 
     def _quoted(self, name: str, schema: dict[str, Any]) -> str:
@@ -209,56 +231,42 @@ class CallBodies:
         between: str,
         comma: str,
         write: Callable[[Any, dict[str, Any], str, int], str],
-        any_other: str,
         depth: int = 0,
     ) -> str:
-        """The properties of an object in their order, with commas between those that are there.  `any_other`: one that
-        the schema does not name, which come last."""
+        """The properties of an object in their order, then those that it does not name, with commas between them."""
         parsed = named_properties(schema, name)
-        pairs = [
-            (key in parsed.required, f"{literal(_plain(key) + between)} ({write(inner, root, name, depth)})")
-            for key, inner in parsed.properties.items()
+        members = [
+            Member(
+                f"{literal(_plain(key) + between)} ({write(inner, root, name, depth)})",
+                key in parsed.required,
+            )
+            for key, inner in demanded(parsed, name).items()
         ]
-        more = f"({comma} {any_other})*" if parsed.additional else ""
-        behind = more  # what may follow the property before
-        first, is_empty = (
-            f"{any_other} {more}" if more else "",
-            True,
-        )  # the list from this property on, and whether it may be empty
-        for required, pair in reversed(pairs):
-            if behind:
-                rule = f"more{len(self.extra)}"
-                self.extra[rule] = behind
-            else:
-                rule = ""
-            alone = f"{pair} {rule}".strip()
-            if required:
-                first, is_empty = alone, False
-            else:
-                first = f"({alone} | {first})" if first else alone
-            following = f"{comma} {pair} {rule}".strip()
-            behind = following if required else (f"({comma} {pair})? {rule}".strip())
-        return f"({first})?" if first and is_empty else first
+        allows = parsed.additional is not False
+        other = f"{ANY_NAME} {literal(between)} ({write(parsed.additional, root, name, depth)})" if allows else ""
+        return self._sequence(members, other, comma, parsed, name)
 
     def _python_value(self, schema: Any, root: dict[str, Any], name: str, depth: int) -> str:
         """A value as a literal of Python; lists and objects are written as JSON, which the parser reads as well."""
         if schema is True:
-            return self._json({})
+            schema = {}
         parsed = parse_schema(schema, name)
         values = parsed.values()
         if values is not None:
             return " | ".join(literal(_as_python(value)) for value in values)
-        kinds = parsed.type if isinstance(parsed.type, list) else [parsed.type]
-        if "type" in schema and set(kinds) <= {"boolean", "null"}:
-            words = (["True", "False"] if "boolean" in kinds else []) + (["None"] if "null" in kinds else [])
-            return " | ".join(map(literal, words))
-        return self._json(_with_definitions(schema, root))
+        if parsed.any_of or parsed.one_of:
+            return " | ".join(self._python_value(one, root, name, depth) for one in parsed.any_of or parsed.one_of)
+        if "type" not in schema and not schema.keys().isdisjoint(OPEN_ENDED):
+            return self._json(_with_definitions(schema, root))
+        kinds = parsed.kinds() if "type" in schema else ["string", *NO_TEXT]
+        words = (["True", "False"] if "boolean" in kinds else []) + (["None"] if "null" in kinds else [])
+        others = [kind for kind in kinds if kind not in ("boolean", "null")]
+        ways = [literal(word) for word in words]
+        return " | ".join(ways + ([self._json(_with_definitions(schema | {"type": others}, root))] if others else []))
 
     def _members(self, schema: dict[str, Any], root: dict[str, Any], name: str, depth: int) -> str:
         """The members of an object in the notation of Gemma's models."""
-        parsed = parse_schema(schema, name)
-        any_other = f'{ANY_NAME} ":" {self._any_quoted()}' if parsed.additional else ""
-        return self._properties(schema, root, name, ":", literal(","), self._quoted_value, any_other, depth)
+        return self._properties(schema, root, name, ":", literal(","), self._quoted_value, depth)
 
     def _any_quoted(self) -> str:
         """The rule of any value in this notation."""
@@ -291,7 +299,7 @@ class CallBodies:
             return " | ".join(f"({self._quoted_value(value, root, name, depth + 1)})" for value in inner)
         if "type" not in schema:
             raise NotExpressible(f"the parameters of {name!r} are not defined by their types")
-        kinds = parsed.type if isinstance(parsed.type, list) else [parsed.type]
+        kinds = parsed.kinds()
         return " | ".join(self._quoted_kind(kind, schema, root, name, depth) for kind in kinds)
 
     def _quoted_kind(self, kind: str, schema: dict[str, Any], root: dict[str, Any], name: str, depth: int) -> str:

@@ -31,6 +31,12 @@ class Schema(msgspec.Struct):
     any_of: list[Any] = msgspec.field(name="anyOf", default=[])
     one_of: list[Any] = msgspec.field(name="oneOf", default=[])
     ref: str | None = msgspec.field(name="$ref", default=None)
+    min_properties: int = msgspec.field(name="minProperties", default=0)
+    max_properties: int | None = msgspec.field(name="maxProperties", default=None)
+
+    def kinds(self) -> list[str]:
+        """The types that it names."""
+        return self.type if isinstance(self.type, list) else [self.type]
 
     def values(self) -> list[Any] | None:
         """The values that it names; None: it names none."""
@@ -45,8 +51,7 @@ def parse_schema(schema: Any, name: str) -> Schema:
         raise NotExpressible(f"the parameters of {name!r} are not a JSON schema: {error}") from None
     values = parsed.values()
     if values is not None and "type" in schema:
-        kinds = parsed.type if isinstance(parsed.type, list) else [parsed.type]
-        parsed.enum, parsed.const = [value for value in values if _is_of(value, kinds)], UNSET
+        parsed.enum, parsed.const = [value for value in values if _is_of(value, parsed.kinds())], UNSET
         if values and not parsed.enum:
             raise NotExpressible(f"the parameters of {name!r} have constants of another type than their own")
     return parsed
