@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -186,7 +187,37 @@ def test_a_process_that_is_killed_is_replaced_and_its_trials_run_again(trials: T
 def test_a_trial_that_ends_the_process_twice_is_refused(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "command", [trials.command[0], "-c", "print('{}', flush=True); input()"])
     refusal = Tried(trials, regex="two").result
-    assert isinstance(refusal, RequestError) and "compiling it takes" in refusal.message
+    assert isinstance(refusal, RequestError) and "the compiler fails on it" in refusal.message
+
+
+FAULTS = {
+    "while True: pass": "takes more than 0.2 s of a processor",
+    "raise MemoryError": "compiling it takes more than 1 GiB",
+    "os.kill(os.getpid(), signal.SIGKILL)": "compiling it takes more than 1 GiB",
+    "os.abort()": "the compiler breaks off: it needs more than 1 GiB, or fails on this grammar",
+    "os.kill(os.getpid(), signal.SIGSEGV)": r"the compiler fails on it \(SIGSEGV\)",
+    "os._exit(3)": r"the compiler fails on it \(exit code 3\)",
+    "raise BaseException('a panic')": r"the compiler fails on it \(BaseException: a panic\)",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_refusal_says_how_the_trial_ended(trials: Trials, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    program = f"""import os, signal
+from tokserve.features.grammar import trial_process
+def try_out(self, grammar):
+    if grammar.regex == "fails":
+        {fault}
+    return Cost()
+from tokserve.features.grammar.grammar import Cost
+trial_process.Compiler.try_out = try_out
+trial_process.main()"""
+    monkeypatch.setattr(module, "SECONDS", 0.2)
+    monkeypatch.setattr(trials, "command", [trials.command[0], "-c", program, trials.command[3]])
+    refusal = Tried(trials, regex="fails").result
+    assert isinstance(refusal, RequestError) and re.search(FAULTS[fault], refusal.message), refusal
+    assert refusal.field == "structured_outputs.regex"
+    assert isinstance(Tried(trials, regex="other").result, Cost)
 
 
 def test_a_trial_process_that_does_not_start_is_a_server_error(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,12 +254,20 @@ def chain(length: int, name: str) -> dict[str, Any]:
         {"oneOf": [ref("l0"), ref("l0")], "$defs": chain(30, "anyOf")},
         {"oneOf": [ref("l0"), STRING], "$defs": chain(30, "allOf")},
         {"oneOf": [{**OBJECT, "minProperties": i} for i in range(1000)]},
+        {"oneOf": [{**OBJECT, "properties": {f"p{i}": {"const": i}}, "required": [f"p{i}"]} for i in range(1000)]},
+        {"oneOf": [NULL, STRING, STRING]},
+        {"oneOf": [{"const": 1}, {"enum": [2, 3]}, {"enum": [3, 4]}]},
     ],
-    ids=["circle", "chain", "chain of allOf", "many"],
+    ids=["circle", "chain", "chain of allOf", "many", "tags of their own", "types", "constants"],
 )
 def test_proofs_that_would_take_hours_are_given_up(schema: dict[str, Any]) -> None:
     with pytest.raises(SchemaError, match="use anyOf"):
         reduced(schema)
+
+
+def two_tags(kind: int, version: int) -> dict[str, Any]:
+    tags = {"k": {"const": kind}, "v": {"const": version}}
+    return {**OBJECT, "properties": tags, "required": ["k", "v"]}
 
 
 def test_long_unions_and_chains_pass_in_time() -> None:
@@ -268,6 +276,11 @@ def test_long_unions_and_chains_pass_in_time() -> None:
     for schema in (
         {"oneOf": [{"const": i} for i in range(4000)]},
         {"oneOf": [ref(name) for name in kinds], "$defs": kinds},
+        {"oneOf": [NULL, *(ref(name) for name in kinds), STRING], "$defs": kinds},
+        {"oneOf": [*({"const": i} for i in range(2000)), STRING, NULL]},
+        {"oneOf": [{"const": i} for i in range(2000)] + [{"const": str(i)} for i in range(2000)]},
+        {"oneOf": [two_tags(i % 20, i // 20) for i in range(400)]},
+        {"oneOf": [two_tags(i, 0) for i in range(300)] + [{**OBJECT, "properties": {"k": STRING}, "required": ["k"]}]},
         {"$ref": "#/$defs/l0", "$defs": {f"l{i}": ref(f"l{i + 1}") for i in range(1500)} | {"l1500": STRING}},
     ):
         assert "oneOf" not in reduced(schema)

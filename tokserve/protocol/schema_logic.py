@@ -15,6 +15,7 @@ from tokserve.protocol.jsonschema import Schema, walk
 
 TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 STEPS = 32  # references, and branches within branches, that a proof goes through
+MOST_TAGS = 4  # properties whose constants are tried as tags
 WORK = 20_000  # comparisons of two schemas, 10 microseconds each, in the front end's event loop
 
 Schemas = Mapping[str, Any]  # by their JSON pointers
@@ -46,12 +47,39 @@ class Exclusions:
 
     def hold(self, branches: Sequence[Any]) -> bool:
         """Whether no value matches two of these schemas, for certain."""
+        pending = [list(branches)]
+        while pending:
+            group = pending.pop()
+            parts = self._parts(group)
+            if len(parts) > 1:
+                pending += parts
+            elif not all(self._disjoint(first, second, STEPS) for first, second in combinations(group, 2)):
+                return False
+        return True
+
+    def _parts(self, branches: list[Any]) -> list[list[Any]]:
+        """Shorter lists of these schemas, so that any two with a value in common are in one of them; or all in one.
+        Types, constants and tags tell that without comparing pairs."""
+        self._work -= len(branches) // 8  # about as long as so many comparisons
+        if len(branches) < 3 or self._work < 0:
+            return [branches]
         targets = [self._followed(branch) for branch in branches]
-        if _are_apart([_values(target) if isinstance(target, dict) else None for target in targets]):
-            return True
-        if self._are_tagged(targets):
-            return True
-        return all(self._disjoint(first, second, STEPS) for first, second in combinations(branches, 2))
+        kinds = [self._types(target, STEPS) for target in targets]
+        ways: list[Sequence[frozenset[str] | None]] = [kinds, [_values(target) for target in targets]]
+        if all(kind == {"object"} for kind in kinds):
+            tags = self._constant_tags(targets)
+            ways += [[tags[name].get(index) for index in range(len(targets))] for name in list(tags)[:MOST_TAGS]]
+        return max((_split(branches, keys) for keys in ways), key=len)
+
+    def _constant_tags(self, objects: Sequence[Any]) -> dict[str, dict[int, frozenset[str]]]:
+        """The constants of properties that objects must have, by name and the object's place, the commonest first."""
+        constants: dict[str, dict[int, frozenset[str]]] = {}
+        for index, schema in enumerate(objects):
+            for name, tag in _tags(schema).items():
+                values = _values(self._followed(tag))
+                if values is not None:
+                    constants.setdefault(name, {})[index] = values
+        return dict(sorted(constants.items(), key=lambda named: -len(named[1])))
 
     def _followed(self, schema: Any) -> Any:
         """What a schema refers to."""
@@ -61,14 +89,6 @@ class Exclusions:
                 break
             schema = target
         return schema
-
-    def _are_tagged(self, schemas: Sequence[Any]) -> bool:
-        """Whether all are objects, and one property that all demand is another constant in each."""
-        if not all(isinstance(schema, dict) and self._types(schema, STEPS) == {"object"} for schema in schemas):
-            return False
-        tags = [_tags(schema) for schema in schemas]
-        shared = set.intersection(*(set(named) for named in tags)) if tags else set()
-        return any(_are_apart([_values(self._followed(named[name])) for named in tags]) for name in shared)
 
     def _disjoint(self, first: Any, second: Any, steps: int) -> bool:
         """Whether no value matches both."""
@@ -137,10 +157,28 @@ def _tags(schema: Schema) -> dict[str, Any]:
     return {name: properties[name] for name in _names(schema.get("required")) if name in properties}
 
 
-def _are_apart(values: Sequence[frozenset[str] | None]) -> bool:
-    """Whether these are sets that have no member in common."""
-    known = [constants for constants in values if constants is not None]
-    return len(known) == len(values) and sum(map(len, known)) == len(frozenset[str]().union(*known))
+def _split(items: list[Any], keys: Sequence[frozenset[str] | None]) -> list[list[Any]]:
+    """The items in lists, so that any two with a key in common are in one.  One without known keys is in all of them;
+    where that would double the items, there is one list."""
+    first: dict[str, int] = {}  # the place of the first item with a key
+    parents = list(range(len(items)))
+
+    def root(place: int) -> int:
+        while parents[place] != place:
+            parents[place] = place = parents[parents[place]]
+        return place
+
+    for place, known in enumerate(keys):
+        for key in known or ():
+            parents[root(place)] = root(first.setdefault(key, place))
+    everywhere = [item for item, known in zip(items, keys, strict=True) if known is None]
+    parts: dict[int, list[Any]] = {}
+    for place, known in enumerate(keys):
+        if known is not None:
+            parts.setdefault(root(place), []).append(items[place])
+    if len(parts) * len(everywhere) > len(items) or len(parts) < 2:
+        return [items]
+    return [part + everywhere for part in parts.values()]
 
 
 def _branches(schema: Schema, schemas: Schemas) -> Iterator[list[Any]]:

@@ -27,7 +27,9 @@ from tokserve.features.grammar.grammar import STACK, Compiler, lower_priority
 from tokserve.protocol.params import StructuredOutputs
 
 READY = b"{}\n"
-MEMORY = 1 << 30  # bytes of address space that a trial may add
+MAX_MEMORY = 1 << 30  # bytes of address space that a trial may add
+TIME, MEMORY = "time", "memory"  # failures of trials
+FAULT_SHOWN = 200  # characters of the library's fault
 MAX_LINE = 1 << 16  # bytes of a result
 
 
@@ -53,12 +55,13 @@ class StopTrial(msgspec.Struct, frozen=True, tag=1):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """The end of a trial: what the grammar costs, or the field and message of its refusal, or neither: the child has
-    died, for want of memory or time, or by a fault of the library."""
+    """The end of a trial: what the grammar costs, or the field and message of its refusal, or what failed: `TIME` or
+    `MEMORY` were not enough, or else the library's fault as text."""
 
     number: int
     cost: tuple[int, float, float] | None = None
     refusal: tuple[str, str] | None = None
+    failure: str = ""
 
 
 class Children:
@@ -95,14 +98,15 @@ class Children:
         """The result of a child that has written one, or has died."""
         line = os.read(descriptor, MAX_LINE)
         number = self._numbers[descriptor]
-        self._end(descriptor)
-        return line or msgspec.json.encode(Result(number))
+        status = self._end(descriptor)
+        return line or msgspec.json.encode(Result(number, failure=_failure(status)))
 
-    def _end(self, descriptor: int) -> None:
+    def _end(self, descriptor: int) -> int:
+        """Kill a child that has not ended by itself; how it ended, as `os.waitpid` says."""
         pid = self._pids.pop(self._numbers.pop(descriptor))
         os.close(descriptor)
         os.kill(pid, signal.SIGKILL)  # it is our child, so the id is still its own
-        os.waitpid(pid, 0)
+        return os.waitpid(pid, 0)[1]
 
     def _run(self, order: Start, writing: int) -> NoReturn:
         """Compile in the child, in a thread with a deep stack, write the result, and exit."""
@@ -110,13 +114,15 @@ class Children:
         _limit(order.seconds)
 
         def compile() -> None:
-            result = Result(order.number)
-            with suppress(MemoryError):
-                try:
-                    cost = self._compiler.try_out(order.grammar)
-                    result = Result(order.number, cost=(cost.size, cost.per_token, cost.seconds))
-                except RequestError as error:
-                    result = Result(order.number, refusal=(error.field or "", error.message))
+            try:
+                cost = self._compiler.try_out(order.grammar)
+                result = Result(order.number, cost=(cost.size, cost.per_token, cost.seconds))
+            except RequestError as error:
+                result = Result(order.number, refusal=(error.field or "", error.message))
+            except MemoryError:
+                result = Result(order.number, failure=MEMORY)
+            except BaseException as error:  # a panic of the library is no Exception
+                result = Result(order.number, failure=f"{type(error).__name__}: {error}"[:FAULT_SHOWN])
             os.write(writing, msgspec.json.encode(result))
             os._exit(0)
 
@@ -127,6 +133,16 @@ class Children:
         os._exit(1)
 
 
+def _failure(status: int) -> str:
+    """What made a child end without a result.  Where the library gets no memory, it aborts as it does by a fault."""
+    if not os.WIFSIGNALED(status):
+        return f"exit code {os.waitstatus_to_exitcode(status)}"
+    number = os.WTERMSIG(status)
+    if number == signal.SIGPROF:
+        return TIME
+    return MEMORY if number == signal.SIGKILL else signal.Signals(number).name
+
+
 def _limit(seconds: float) -> None:
     """Limit this child: it dies with its parent, is the first to die when memory runs out, and has limits of memory and
     of the processor's time."""
@@ -135,7 +151,7 @@ def _limit(seconds: float) -> None:
         file.write("1000")
     with open("/proc/self/statm", "rb") as statm:
         mapped = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + STACK + MEMORY, mapped + STACK + MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + STACK + MAX_MEMORY, mapped + STACK + MAX_MEMORY))
     signal.setitimer(signal.ITIMER_PROF, seconds)  # all threads together; SIGPROF ends the process
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

@@ -27,7 +27,7 @@ import msgspec
 from tokserve.base.errors import RequestError, Unavailable
 from tokserve.base.turns import Turns
 from tokserve.features.grammar.grammar import Cost, unusable
-from tokserve.features.grammar.trial_process import MEMORY, READY, Model, Result, Start, StopTrial
+from tokserve.features.grammar.trial_process import MAX_MEMORY, MEMORY, READY, TIME, Model, Result, Start, StopTrial
 from tokserve.protocol.params import StructuredOutputs
 
 logger = logging.getLogger(__name__)
@@ -231,7 +231,7 @@ class Trials:
                 field, message = result.refusal
                 trial.done(RequestError(message, field=field))
             else:
-                trial.done(_too_costly(trial))
+                trial.done(_failed(trial, result.failure))
 
     def _discard_process(self) -> None:
         """It has ended by itself: its trials start again, unless it was one of them that ended it twice."""
@@ -245,7 +245,7 @@ class Trials:
                 (self._slow if slow else self._quick).add(trial.client, trial)
             else:
                 logger.error("the process that tries grammars has ended during a trial")
-                trial.done(_too_costly(trial))
+                trial.done(_failed(trial, "its process has ended"))
 
     def _end_process(self) -> None:
         if self._process is not None:
@@ -255,6 +255,13 @@ class Trials:
             self._received = b""
 
 
-def _too_costly(trial: Trial) -> RequestError:
-    reason = f"compiling it takes more than {SECONDS:g} s of a processor or {MEMORY >> 30} GiB"
+def _failed(trial: Trial, failure: str) -> RequestError:
+    room = f"{MAX_MEMORY >> 30} GiB"
+    known = {TIME: f"takes more than {SECONDS:g} s of a processor", MEMORY: f"takes more than {room}"}
+    if failure in known:
+        reason = f"compiling it {known[failure]}"
+    elif failure == "SIGABRT":
+        reason = f"the compiler breaks off: it needs more than {room}, or fails on this grammar"
+    else:
+        reason = f"the compiler fails on it ({failure})"
     return unusable(f"structured_outputs.{trial.grammar.kind}", reason)
