@@ -30,6 +30,7 @@ BROAD_EXCEPT = {  # process entry, threads, restarts, admission, grammars, admin
     "server/replies/sse.py",
     "testing/scripted.py",
     "features/grammar/grammars.py",
+    "features/grammar/trial_process.py",
     "features/images/media/pool.py",
     "client/engine_client.py",
     "protocol/ebnf.py",
