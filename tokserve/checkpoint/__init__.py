@@ -15,6 +15,7 @@ from typing import Any
 
 from tokserve.base.errors import StartError
 from tokserve.base.rooms import contributions
+from tokserve.checkpoint import text_parts
 
 DEMO_DIR = Path(__file__).parents[1] / "demo_model"
 ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]
@@ -160,7 +161,10 @@ def hf_config(directory: Path) -> dict[str, Any]:
 
 
 def flat(value: dict[str, Any]) -> dict[str, Any]:
-    """The config of one of `NESTED` with the attributes of its text model beside those of the whole."""
+    """The config of one of `NESTED` with the attributes of its text model beside those of the whole; of a model whose
+    text part alone is served, that part's."""
+    if (part := text_parts.text_part(value)) is not None:
+        return part
     inner, names = value.get("text_config"), value.get("architectures")
     if not isinstance(inner, dict) or not isinstance(names, list) or not NESTED.intersection(map(str, names)):
         return value

@@ -12,6 +12,7 @@ from typing import Any
 
 from tokserve.base.errors import StartError
 from tokserve.base.rooms import part
+from tokserve.checkpoint import text_parts
 from tokserve.checkpoint.architectures import (
     BASE_SUFFIX,
     ENDINGS,
@@ -157,6 +158,7 @@ def decoder_spec(hf: Mapping[str, Any]) -> DecoderSpec:
         known = _with_head(name)
         if known in ARCHITECTURES:
             spec = _read(ARCHITECTURES[known], hf)
+            spec = replace(spec, renames=text_parts.renames(hf) + spec.renames)
             if base_name(name):  # a head that is the embedding needs no memory
                 return replace(spec, tied=True)
             if known == name:

@@ -18,6 +18,7 @@ from tokserve.base.errors import NotBuiltIn, StartError
 from tokserve.base.memory import gib, give_back
 from tokserve.base.rooms import contributions, part
 from tokserve.checkpoint.architectures import is_classifier
+from tokserve.checkpoint.text_parts import PART_OF
 from tokserve.config import Config, ModelConfig, RuntimeConfig
 from tokserve.layers.quant import STORED_INTEGERS
 from tokserve.models import load as models
@@ -125,6 +126,8 @@ def _model(target: Device | Accelerator, ranks: Ranks, config: Config) -> Decode
     logger.info("loading %s (%s%s)", name, types, options.dtype)
     directory = checkpoint.locate(options.model, weights=options.load_format != "dummy")
     hf = checkpoint.hf_config(directory) | (options.hf_overrides or {})
+    if whole := hf.get(PART_OF):
+        logger.warning("of %s the text model alone is served, without images or sound", whole)
     if not hf.get("architectures"):
         hf = part("hf", "with_architecture")(hf)
     if is_classifier(hf):

@@ -20,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from tokserve import ops
 from tokserve.base.errors import StartError
+from tokserve.checkpoint import text_parts
 from tokserve.families.hf.config import configuration
 from tokserve.families.hf.conversion import Conversions
 from tokserve.families.hf.modules import (
@@ -113,7 +114,7 @@ class TransformersModel(Decoder):
             blocks=(),
             norm=NormSpec(1.0),
             tied=False,
-            renames=tuple((f"{top}.", f"{prefix}.{top}.") for top in tops),
+            renames=text_parts.renames(self._hf) + tuple((f"{top}.", f"{prefix}.{top}.") for top in tops),
         )
 
     def _replace(self) -> None:
