@@ -73,8 +73,8 @@ def written(architecture: str, directory: Path, text: dict[str, Any] | None = No
             values[name] = 5
     values["text_config"] = text or text_config(kind().text_config.model_type)
     torch.manual_seed(0)
-    whole = getattr(transformers, architecture)
-    model = whole._from_config(kind.from_dict(values), dtype=torch.float32, attn_implementation="eager").eval()
+    model_class = getattr(transformers, architecture)
+    model = model_class._from_config(kind.from_dict(values), dtype=torch.float32, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         parameter.data += torch.randn(parameter.shape, generator=generator) * (0.1 if parameter.ndim == 1 else 0.08)
@@ -124,19 +124,19 @@ def test_tokens_are_those_of_the_whole(architecture: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("prefix", ["language_model.", "model.language_model."])
 def test_released_names_of_a_text_model(prefix: str, tmp_path: Path) -> None:
     """Kimi's: a DeepSeek V3 behind a prefix, beside tensors that are not read."""
-    alone, whole = tmp_path / "alone", tmp_path / "whole"
+    alone, multimodal = tmp_path / "alone", tmp_path / "multimodal"
     text = tiny_config("deepseek_v3")
     write_checkpoint(alone, text)
-    whole.mkdir()
+    multimodal.mkdir()
     tensors = load_file(alone / "model.safetensors")
     under = {prefix + (name if prefix[0] == "l" else name.removeprefix("model.")): one for name, one in tensors.items()}
     under |= {"vision_tower.patch_embed.proj.weight": torch.zeros(3), "mm_projector.proj.0.weight": torch.zeros(2)}
     if prefix[0] == "m":
         under["lm_head.weight"] = under.pop(prefix + "lm_head.weight")
-    save_file(under, whole / "model.safetensors")
+    save_file(under, multimodal / "model.safetensors")
     names = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "vision_config": {}}
-    (whole / "config.json").write_text(json.dumps(names | {"text_config": text | {"model_type": "kimi_k2"}}))
-    assert served_tokens(whole, [3, 23]) == served_tokens(alone, [3, 23])
+    (multimodal / "config.json").write_text(json.dumps(names | {"text_config": text | {"model_type": "kimi_k2"}}))
+    assert served_tokens(multimodal, [3, 23]) == served_tokens(alone, [3, 23])
 
 
 def test_what_no_part_of_the_model_takes_is_refused(tmp_path: Path) -> None:
