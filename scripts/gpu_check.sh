@@ -10,7 +10,7 @@
 #
 # --wheels DIR: wheels of what this machine lacks (docs/gpu-checklist.md has the list), installed for this run only.
 # --seconds N: for all parts together, default 570.  --only: probe kernels runner both_ways steps server
-# training ipc ranks whole; by name only: probe2 features profile G4 G9.
+# training ipc ranks whole; by name only: probe2 features layers profile G4 G9.
 # Needs Python 3.11-3.13 with torch 2.11-2.13, triton, transformers, pytest; PYTHON names it.  The C++ extension is
 # not needed.  A part whose packages are missing is reported as skipped.
 set -uo pipefail
@@ -106,16 +106,17 @@ tests kernels 110 "" $workers tests/ops/test_triton.py tests/ops/test_later_keys
 tests runner 150 "transformers" $workers tests/runner/test_gpu.py
 result "$out/steps.json" part steps 190 "msgspec psutil" "$python" benchmarks/gpu.py --out "$out/steps.json"
 tests server 90 "zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" tests/e2e/test_gpu.py
-tests training 90 "zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" tests/e2e/test_gpu_training.py
+tests training 90 "zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" tests/e2e/test_gpu_training.py -k "not other_layers"
 tests both_ways 110 "transformers" tests/runner/test_gpu_both_ways.py
 tests ipc 60 "zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" tests/e2e/test_gpu_ipc.py
 tests ranks 150 "zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" tests/e2e/test_gpu_ranks.py
 result "$out/whole.json" part whole 170 "msgspec psutil ahocorasick transformers zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" \
   "$python" benchmarks/gpu_whole.py --out "$out/whole.json"
-# what is asked for by name: --only "probe2 features profile G4 G9"
+# what is asked for by name: --only "probe2 features layers profile G4 G9"
 part probe2 300 "msgspec psutil" "$python" scripts/gpu_probe2.py --out "$out/probe2.json"
 if [ -f "$out/probe2.log" ]; then cut -c1-400 "$out/probe2.log" >>"$out/summary.txt"; fi
 tests features 400 "zmq fastapi uvicorn uvloop pydantic prometheus_client httpx safetensors" $workers tests/e2e/test_gpu_features.py
+tests layers 150 "zmq fastapi uvicorn uvloop pydantic prometheus_client httpx safetensors" $workers tests/e2e/test_gpu_training.py -k other_layers
 part profile 170 "msgspec psutil" "$python" benchmarks/gpu.py --profile --out "$out/profile.json"
 for goal in G4 G9; do
   part "$goal" 400 "msgspec psutil ahocorasick transformers zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" \

@@ -24,6 +24,7 @@ from tests.runner.test_runner import outcomes  # noqa: E402
 from tests.tiny_models import tiny_config, write_checkpoint  # noqa: E402
 from tests.train import references  # noqa: E402
 from tests.train.references import cosine  # noqa: E402
+from tests.train.test_families import by_master  # noqa: E402
 from tests.train.test_policy import gradients, half, weights  # noqa: E402
 from tokserve import ops  # noqa: E402
 from tokserve.models.load import load_decoder  # noqa: E402
@@ -174,8 +175,11 @@ def test_a_runner_on_the_kernels_has_the_same_logprobs(tmp_path: Path, on_triton
         assert scored.tolist() == expected
 
 
-def test_an_exact_model_is_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory, rows = model_of(tmp_path, "qwen2"), rollouts()[:2]
+@pytest.mark.parametrize(("name", "changes"), [("qwen2", {}), ("qwen3_moe", {}), ("lfm2", {"layer_types": ["conv"]})])
+def test_an_exact_model_is_the_policy(
+    name: str, changes: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, rows = model_of(tmp_path, name, **changes), rollouts()[:2]
     policy = PolicyModel.from_pretrained(directory, dtype="float32", device="cuda")
     expected = gradients(policy, rows, [1, 1])
     monkeypatch.setattr(exact_model, "_device_of", lambda causal: "cuda")
@@ -191,4 +195,5 @@ def test_an_exact_model_is_the_policy(tmp_path: Path, monkeypatch: pytest.Monkey
     with torch.no_grad():
         assert all(map(torch.equal, scored, policy.logprobs(rows, [1, 1])))
     torch.stack([(row * weights(row)).sum() for row in scored]).sum().backward()
-    near({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, expected, 1e-5)  # type: ignore[misc]
+    actual = by_master(policy, {name: parameter.grad for name, parameter in model.named_parameters()})
+    near({name: gradient for name, gradient in actual.items() if gradient is not None}, expected, 1e-5)
