@@ -21,7 +21,8 @@ from tests.runner.test_with_engine import RealEngine
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import checkpoint
 from tokserve.base.errors import StartError
-from tokserve.checkpoint.text_parts import PART_OF, TEXT_MODELS, WHOLES
+from tokserve.checkpoint.text_parts import ABSENT, ATTRIBUTES, PART_OF, TEXT_MODELS, WHOLES
+from tokserve.layers.attention import AttentionSpec
 from tokserve.models.registry import ARCHITECTURES, decoder_spec
 
 transformers.utils.logging.set_verbosity_error()
@@ -169,6 +170,19 @@ def test_attributes_of_the_whole_count_where_its_text_model_has_none() -> None:
     assert part["hidden_size"] == 64 and part["torch_dtype"] == "bfloat16" and part["tie_word_embeddings"] is True
     assert part["architectures"] == ["MistralForCausalLM"] and "vision_config" not in part
     assert part["quantization_config"] == {"quant_method": "fp8"}
+
+
+def test_what_a_nested_config_leaves_out_is_what_transformers_assumes() -> None:
+    """Pixtral's and Llava's have no number of heads, or no sizes at all."""
+    for model_type, values in ABSENT.items():
+        config = CONFIG_MAPPING[model_type]()
+        assert values == tuple(getattr(config, name) for name in ATTRIBUTES), model_type
+    inner = {"model_type": "mistral", "hidden_size": 5120, "head_dim": 128, "num_hidden_layers": 3}
+    value = {"architectures": ["LlavaForConditionalGeneration"], "text_config": inner}
+    spec = decoder_spec(checkpoint.flat(value))
+    attention = spec.blocks[0].attention
+    assert isinstance(attention, AttentionSpec)
+    assert (attention.heads, attention.kv_heads, attention.dim, len(spec.blocks)) == (32, 8, 128, 3)
 
 
 def test_every_text_model_is_built_in_or_known_to_transformers() -> None:

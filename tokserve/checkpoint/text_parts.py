@@ -27,6 +27,20 @@ TEXT_MODELS = {  # architecture, by the model_type of `text_config`
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+ATTRIBUTES = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads".split()
+)
+# The values that transformers assumes, by model_type: inside another config, it saves only those that differ.
+ABSENT = {
+    "cohere2": (256000, 8192, 22528, 40, 64, 64),
+    "exaone4": (102400, 4096, 16384, 32, 32, 32),
+    "granite": (32000, 4096, 11008, 32, 32, 32),
+    "lfm2": (65536, 2560, 12288, 32, 32, 8),
+    "llama": (32000, 4096, 11008, 32, 32, 32),
+    "mistral": (32000, 4096, 14336, 32, 32, 8),
+    "qwen2": (151936, 4096, 22016, 32, 32, 32),
+    "qwen3": (151936, 4096, 22016, 32, 32, 32),
+}
 WHOLES = {
     "AyaVisionForConditionalGeneration",
     "Cohere2VisionForConditionalGeneration",
@@ -107,7 +121,8 @@ def text_part(value: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     shared = {name: one for name, one in value.items() if not isinstance(one, dict) or name in QUANTIZATIONS}
     tied = [config["tie_word_embeddings"] for config in (value, inner) if "tie_word_embeddings" in config]
-    part = shared | inner | {"architectures": [architecture], PART_OF: whole}
+    absent = dict(zip(ATTRIBUTES, ABSENT.get(inner["model_type"], ()), strict=False))
+    part = {**shared, **absent, **inner, "architectures": [architecture], PART_OF: whole}
     return part | ({"tie_word_embeddings": True in tied} if tied else {})
 
 
