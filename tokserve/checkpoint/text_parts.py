@@ -28,7 +28,12 @@ TEXT_MODELS = {  # architecture, by the model_type of `text_config`
     "qwen3": "Qwen3ForCausalLM",
 }
 ATTRIBUTES = (
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads".split()
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
 )
 # The values that transformers assumes, by model_type: inside another config, it saves only those that differ.
 ABSENT = {
