@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -23,12 +25,14 @@ from tokserve.features.ranks.channel import (
     Begin,
     Broken,
     Channel,
+    End,
     Forward,
     Interrupt,
     Invoke,
     Joined,
     Loaded,
     Returned,
+    SampleStep,
     StartRefused,
     Stepped,
     StoreGet,
@@ -37,7 +41,7 @@ from tokserve.features.ranks.channel import (
 )
 from tokserve.features.ranks.hub import Hub
 from tokserve.features.ranks.listeners import PairListener, SocketListener
-from tokserve.features.ranks.worker import connect
+from tokserve.features.ranks.worker import RankOpening, RankWorker, connect
 from tokserve.protocol.kv_spec import KVLayout, KVSpec, StateLayout, StateSpec
 from tokserve.protocol.plan import DeviceFacts, StepPlan, StepResult, encode
 
@@ -98,6 +102,71 @@ def test_results_come_in_order_and_calls_return_the_merged_replies(ranks: tuple[
         assert isinstance(call, Invoke) and call.method == "memory"
         channel.send(Returned(call.call_id, {"kv_bytes": rank + 1}))
     assert reply.result(WAIT) == {"kv_bytes": 3}
+
+
+def test_a_copy_of_blocks_names_the_steps_that_came_before(ranks: tuple[Hub, list[Channel]]) -> None:
+    hub, (first, second) = ranks
+    for ended in range(3):
+        hub.invoke("save_blocks", [{}, {}], lane="pages")
+        for channel in (first, second):
+            call = channel.to_rank()
+            assert isinstance(call, Invoke) and call.after_steps == ended
+        future, none = hub.result(), np.zeros(0, np.int32)
+        first.send(Stepped(StepResult(ended, none, none, np.zeros(0, np.uint8))))
+        future.result(WAIT)
+
+
+class SlowRunner:
+    """A runner of a rank that does not sample; its steps last until they are let go, and `log` has what ended."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.go = threading.Semaphore(0)
+        self.ranks = SimpleNamespace(samples=False)
+
+    def forward(self, plan: StepPlan) -> str:
+        return f"step {plan.step}"
+
+    def sample(self, step: str, bitmask: object) -> None:
+        assert self.go.acquire(timeout=PATIENCE)
+        self.log.append(step)
+
+    def copy(self, method: str, args: dict[str, Any]) -> float:
+        self.log.append(method)
+        return 0.0
+
+
+def test_a_rank_copies_blocks_after_the_steps_that_have_ended_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sampling rank may end a step without logits before another rank has written the KV of the last layer: a copy
+    that began at once would read blocks that are not written yet, or write blocks that still are."""
+    hub_end, rank_end = pair()
+    runner, zero = SlowRunner(), np.zeros(1, np.int32)
+
+    def load(self: RankWorker, begin: Begin) -> DeviceFacts:
+        self._runner = cast(Any, runner)
+        return DeviceFacts(KVLayout((), 1, 16), 1, "0", {}, {})
+
+    monkeypatch.setattr(RankWorker, "_load", load)
+    worker = RankWorker(RankOpening(1, "", 0, "engine", "info", "text", ""), rank_end, sys.exit)
+    served = threading.Thread(target=worker.serve)
+    served.start()
+    hub_end.send(Begin(Config(), 2, 1, ""))
+    assert isinstance(hub_end.from_rank(), Loaded)
+    for number in range(2):
+        hub_end.send(Forward(StepPlan(number, zero, zero, zero, zero, zero, np.zeros(0, np.int32))))
+        hub_end.send(SampleStep(None))
+    hub_end.send(Invoke(1, "save_blocks", {}, lane="pages", after_steps=1))
+    hub_end.send(Invoke(2, "read_files", {}, lane="read"))
+    assert hub_end.from_rank() == Returned(2, 0.0)
+    runner.go.release()
+    assert hub_end.from_rank() == Returned(1, 0.0)
+    assert runner.log == ["read_files", "step 0", "save_blocks"]
+    runner.go.release()
+    hub_end.send(End())
+    served.join(PATIENCE)
+    assert not served.is_alive()
+    hub_end.close()
+    rank_end.close()
 
 
 def test_an_error_of_one_rank_interrupts_the_others(ranks: tuple[Hub, list[Channel]]) -> None:

@@ -56,13 +56,14 @@ class SampleStep(_Message, frozen=True):
 
 class Invoke(_Message, frozen=True):
     """A method of the runner: an admin method, between steps or in the background, or a copy of KV blocks, in the
-    thread of its `lane`."""
+    thread of its `lane` once `after_steps` steps have ended on the rank."""
 
     call_id: int
     method: str
     args: dict[str, Any]
     background: bool = False
     lane: str = ""
+    after_steps: int = 0
 
 
 class Interrupt(_Message, frozen=True):

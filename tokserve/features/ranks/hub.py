@@ -52,6 +52,7 @@ class Hub:
         self._steps: deque[Future[StepResult]] = deque()
         self._calls: dict[int, RankCall] = {}
         self._last_call = 0
+        self._num_stepped = 0  # steps whose results have come from the sampling rank
         self._failure: str | None = None
         self.closing = False
         self._wake: Callable[[], object] = lambda: None
@@ -90,9 +91,9 @@ class Hub:
         with self._lock:
             self._last_call += 1
             call = self._calls[self._last_call] = RankCall(method, len(self._channels), background)
-            number = self._last_call
+            number, after = self._last_call, self._num_stepped
         for rank in sorted(self._channels):
-            self.send(Invoke(number, method, args[rank], background, lane), [rank])
+            self.send(Invoke(number, method, args[rank], background, lane, after), [rank])
         if self._failure is not None:
             self._fail_all()
         return call.future
@@ -118,6 +119,7 @@ class Hub:
     def _take(self, rank: int, message: FromRank) -> None:
         if isinstance(message, Stepped):
             with self._lock:
+                self._num_stepped += 1
                 future = self._steps.popleft() if self._steps else None
             if future is not None:
                 future.set_result(message.result)

@@ -108,6 +108,8 @@ class RankWorker:
         self._steps: queue.SimpleQueue[Begin | Forward | SampleStep | Invoke | End] = queue.SimpleQueue()
         self._background = ThreadPoolExecutor(1, "weights")
         self._lanes: dict[str, ThreadPoolExecutor] = {}  # of copies of KV blocks
+        self._stepped = threading.Condition()
+        self._num_stepped = 0  # steps that have ended here
         self._values: dict[str, queue.SimpleQueue[bytes]] = {}  # requested from the engine's store
         self._runner: Runner | None = None
         self._ending = False  # with an exit code of its own
@@ -169,7 +171,7 @@ class RankWorker:
                 elif isinstance(message, Invoke) and message.lane:
                     if message.lane not in self._lanes:
                         self._lanes[message.lane] = ThreadPoolExecutor(1, f"kv-{message.lane}")
-                    self._lanes[message.lane].submit(self._return, message, self._loaded().copy)
+                    self._lanes[message.lane].submit(self._copy, message)
                 elif isinstance(message, Invoke) and message.background:
                     self._background.submit(self._return, message, self._loaded().background)
                 else:
@@ -194,6 +196,9 @@ class RankWorker:
                 step = runner.forward(message.plan)
             elif isinstance(message, SampleStep):
                 pending = runner.sample(step, message.bitmask)
+                with self._stepped:
+                    self._num_stepped += 1
+                    self._stepped.notify_all()
                 if not runner.ranks.samples:
                     continue
                 if ahead:
@@ -217,6 +222,14 @@ class RankWorker:
         logger.error("rank %d died", self._rank, exc_info=error)
         self._channel.send(Broken(sendable(f"{type(error).__name__}: {error}")))
         return 1
+
+    def _copy(self, call: Invoke) -> None:
+        """Copy KV blocks after the steps that had ended when the engine called.  A step without logits may end on the
+        sampling rank first: this rank may still have to write the last layer's KV, of these blocks or of blocks that
+        are free by now."""
+        with self._stepped:
+            self._stepped.wait_for(lambda: self._num_stepped >= call.after_steps)
+        self._return(call, self._loaded().copy)
 
     def _return(self, call: Invoke, method: Callable[[str, dict[str, Any]], Any]) -> None:
         """Call, and send what it returns or raises."""
