@@ -79,11 +79,12 @@ def in_chunks(x: Tensor, size: int) -> Tensor:  # [H, t, ...] -> [H, C, size, ..
 
 def decays(rate: Tensor) -> tuple[Tensor, Tensor]:  # [H, C, t] -> [H, C, t, t], [H, C, t, 1]
     """What is left at token i of a chunk of what token j <= i wrote, zero for j > i, and of the memory before the
-    chunk, where each token multiplies by exp(rate)."""
+    chunk, where each token multiplies by exp(rate).  Sums of rates, and of their gradients, which nearly cancel, are
+    float64."""
     later = torch.ones(rate.shape[2], rate.shape[2], dtype=torch.bool, device=rate.device).triu(1)
-    total = rate @ (~later.mT).to(rate.dtype)  # a cumulative sum, which on some devices has no fixed order
-    between = total[..., :, None] - total[..., None, :]
-    return between.masked_fill(later, float("-inf")).exp(), total.exp()[..., None]
+    total = rate.double() @ (~later.mT).double()  # a cumulative sum, which on some devices has no fixed order
+    between = (total[..., :, None] - total[..., None, :]).to(rate.dtype)
+    return between.masked_fill(later, float("-inf")).exp(), total.to(rate.dtype).exp()[..., None]
 
 
 def short_conv(
