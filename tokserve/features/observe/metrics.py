@@ -260,7 +260,8 @@ class Metrics(Collector, Observer):
             yield counter
         yield self._labelled("request_success", "Choices ended, by reason.", "finished_reason", self._finished)
         yield self._labelled("request_aborts", "Choices aborted, by cause.", "cause", self._aborts)
-        yield self._labelled("request_refusals", "Requests not accepted, by reason.", "reason", self._refusals)
+        text = "Requests that the engine did not accept, by reason; not invalid ones."
+        yield self._labelled("request_refusals", text, "reason", self._refusals)
         text = "Requests not accepted since the queue is full, by limit."
         yield self._labelled("admission_rejections", text, "reason", self._rejections)
         for histogram in self._histograms:
