@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tokserve import LLM, SamplingParams
 
 THREADS = 2
@@ -23,6 +25,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
     "int4, head int8": {"quantization": "int4", "quantize_lm_head": True},
+}
+FLOAT8_OPTIONS: dict[str, dict[str, Any]] = {  # of a checkpoint in float8
+    "dequantized": {"quantization": "none"},
+    "as stored": {},
+    "fp8": {"quantization": "fp8"},
 }
 
 
@@ -44,7 +51,9 @@ def tokserve_rates(model: str, options: dict[str, Any], rounds: int) -> list[flo
         spec_method="none",
         **options,
     ) as llm:
-        print(f"  started in {time.perf_counter() - began:.1f} s", flush=True)
+        engines = psutil.Process().children(recursive=True)
+        memory = max(process.memory_full_info().uss for process in engines) / 1e9
+        print(f"  started in {time.perf_counter() - began:.1f} s, {memory:.2f} GB", flush=True)
         for requests, length, steps in CASES:
             prompts = [tokens(length, seed) for seed in range(requests)]
 
@@ -94,10 +103,11 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="options of these names alone; none: no checkpoint")
     parser.add_argument("--kernels", help="the instruction set of tokserve, avx2 say; by default the best")
     parser.add_argument("--rounded", action="store_true", help="GGUF files with rounded activations too")
+    parser.add_argument("--float8", action="store_true", help="the checkpoint is one in float8")
     args = parser.parse_args()
     kernels = {} if args.kernels is None else {"cpu_kernels": args.kernels}
     print("| model | c=1, ms a step | c=16, ms a step | prompts of 1,024, tokens/s |\n|---|---|---|---|", flush=True)
-    for name, options in OPTIONS.items():
+    for name, options in (FLOAT8_OPTIONS if args.float8 else OPTIONS).items():
         if args.only is None or name in args.only:
             row(name, tokserve_rates(args.checkpoint, options | kernels, args.rounds))
     for path in args.gguf:

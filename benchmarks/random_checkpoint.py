@@ -1,6 +1,7 @@
-"""Write a Qwen3 or gpt-oss checkpoint of random weights: `random_checkpoint.py OUT --size 0.6b [--mxfp4]`.
+"""Write a Qwen3 or gpt-oss checkpoint of random weights: `random_checkpoint.py OUT --size 0.6b [--mxfp4 | --float8]`.
 
-Weights are bf16; with `--mxfp4`, the experts of gpt-oss are MXFP4, as in the released models.  Speed does not depend on
+Weights are bf16; with `--mxfp4`, the experts of gpt-oss are MXFP4, and with `--float8` the projections and experts of
+Qwen3 are float8 in blocks of 128 x 128, as in the released models.  Speed does not depend on
 the values of weights, so no download is needed to compare servers.  The tokenizer is the demo model's: far smaller than
 the vocabulary, which does not matter to prompts of token ids.
 """
@@ -65,6 +66,8 @@ MXFP4 = {
         "lm_head",
     ],
 }
+FLOAT8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+SCALE = 2e-4  # of all blocks: values are about 0.02
 
 
 def model_type(size: str) -> str:
@@ -88,16 +91,46 @@ def mxfp4_tensors(config: PretrainedConfig) -> Iterator[tuple[str, Tensor]]:
             yield name, torch.empty(empty.shape, dtype=torch.bfloat16).normal_(std=0.02)
 
 
+def float8_tensors(config: PretrainedConfig) -> Iterator[tuple[str, Tensor]]:
+    """Names and random values of a Qwen3 model's tensors, projections as float8 with scales."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, empty in model.state_dict().items():
+        if name.endswith("gate_up_proj"):
+            prefix, (experts, both, width) = name.removesuffix("gate_up_proj"), empty.shape
+            for expert in range(experts):
+                for half in ("gate", "up"):
+                    yield from float8_weight(f"{prefix}{expert}.{half}_proj.weight", both // 2, width)
+        elif name.endswith("experts.down_proj"):
+            for expert in range(empty.shape[0]):
+                yield from float8_weight(f"{name.removesuffix('down_proj')}{expert}.down_proj.weight", *empty.shape[1:])
+        elif "_proj" in name:
+            yield from float8_weight(name, *empty.shape)
+        elif "norm" in name:
+            yield name, torch.ones(empty.shape, dtype=torch.bfloat16)
+        else:
+            yield name, torch.empty(empty.shape, dtype=torch.bfloat16).normal_(std=0.02)
+
+
+def float8_weight(name: str, rows: int, columns: int) -> Iterator[tuple[str, Tensor]]:
+    """A matrix and its scales."""
+    yield name, torch.empty(rows, columns).normal_(std=0.02 / SCALE).clamp(-448, 448).to(torch.float8_e4m3fn)
+    yield name + "_scale_inv", torch.full((-(-rows // 128), -(-columns // 128)), SCALE)
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="directory to write")
     parser.add_argument("--size", choices=SIZES, required=True)
     parser.add_argument("--mxfp4", action="store_true", help="experts as MXFP4 (gpt-oss)")
+    parser.add_argument("--float8", action="store_true", help="projections and experts as float8 (Qwen3)")
     args = parser.parse_args()
     family = model_type(args.size)
     if args.mxfp4 and family != "gpt_oss":
         parser.error("--mxfp4 needs a size of gpt-oss")
+    if args.float8 and family == "gpt_oss":
+        parser.error("--float8 needs a size of Qwen3")
     shapes = dict(zip(NAMES, SIZES[args.size], strict=True))
     config = AutoConfig.for_model(family, **shapes, **OPTIONS[family], eos_token_id=2, bos_token_id=None)
     torch.manual_seed(0)
@@ -106,6 +139,11 @@ def main() -> None:
         config.quantization_config, config.architectures, config.dtype = MXFP4, ["GptOssForCausalLM"], torch.bfloat16
         config.save_pretrained(args.out)
         save_file(tensors, args.out / "model.safetensors", metadata={"format": "pt"})
+    elif args.float8:
+        config.quantization_config, config.dtype = FLOAT8, torch.bfloat16
+        config.architectures = ["Qwen3MoeForCausalLM" if family == "qwen3_moe" else "Qwen3ForCausalLM"]
+        config.save_pretrained(args.out)
+        save_file(dict(float8_tensors(config)), args.out / "model.safetensors", metadata={"format": "pt"})
     else:
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(args.out)
     for name in ("tokenizer.json", "tokenizer_config.json"):
