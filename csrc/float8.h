@@ -174,5 +174,33 @@ void unpack_scaled(const Wna16Args& a, Reader& reader, int64_t index, int64_t k,
   }
 }
 
+// The layout of Wna16Args::rows: of rounded rows their scales [M]; then [M][padded K] rows, unless products read x in
+// place.
+inline int64_t scales_size(const Wna16Args& a) {
+  return a.rounded ? round_up(a.m * static_cast<int64_t>(sizeof(float)), 64) : 0;
+}
+// The scales of a panel's group, of numbers over 256.
+inline void unit_scales(const Wna16Args& a, int64_t index, int64_t group, float* scales) {
+  expand(a.scales, index, groups_of(a), group, 1, scales);
+  for (int64_t c = 0; c < kPanel; c += kLanes) store(scales + c, load(scales + c) * broadcast(kFloat8Unit));
+}
+
+// sums [rows][64] += partial times the scales of the columns.
+inline void add_scaled(const float* partial, int64_t rows, const float* scales, float* sums) {
+  for (int64_t i = 0; i < rows * kPanel; i += kLanes)
+    store(sums + i, load(sums + i) + load(partial + i) * load(scales + i % kPanel));
+}
+
+// Sums times the scales of rows and, if there is one for all inputs, of columns.
+struct RoundedSums {
+  const float* sums;    // [rows][64]
+  const float* rows;    // [rows]
+  const float* scales;  // [64] or null
+  TOKSERVE_INLINE f32x16 at(int64_t row, int64_t column, int64_t, int64_t) const {
+    const f32x16 sum = load(sums + row * kPanel + column) * broadcast(rows[row]);
+    return scales ? sum * load(scales + column) : sum;
+  }
+};
+
 }  // namespace TOKSERVE_ISA
 }  // namespace tokserve

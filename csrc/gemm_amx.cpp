@@ -150,55 +150,100 @@ void linear_any(const LinearArgs& a, int64_t row0, int64_t begin, int64_t end, c
   linear(a, row0, begin, end, scratch);
 }
 
-// The same product with a float8 weight that is not rounded further: steps [begin, end) at a time become bfloat16.
-template <class Tiles>
-void float8_tiled(const Wna16Args& a, int64_t row0, int64_t begin, int64_t end) {
-  const int64_t rows = min(kRowBlock, a.m - row0), depth = padded(a), full = rows / kTileRows * kTileRows;
-  const bool in_place = reads_in_place<bf16>(a);
-  const int64_t stride = in_place ? a.x_stride : depth, steps = depth / kTileDepth, remainder = depth % kTileDepth;
-  const bf16* x = static_cast<const bf16*>(in_place ? a.x : a.rows) + row0 * stride;
-  alignas(64) float sums[kRowBlock * kPanel];
-  alignas(64) bf16 rest[kRowBlock * kTileDepth], weights[kDepthBlockSteps * kStepSize];
-  if (remainder) std::memset(rest, 0, sizeof rest);
-  for (int64_t r = 0; remainder && r < rows; r++)
-    std::memcpy(rest + r * kTileDepth, x + r * stride + steps * kTileDepth, remainder * sizeof(bf16));
-  Float8Pairs<true> reader;
+// The product with a float8 weight, bfloat16 for some steps at a time: of weights that are rounded to it, one chain as
+// above; of rounded rows, a chain for each group of inputs, which has whole steps or is the only one.
+template <class Tiles, bool ROUNDED>
+struct Float8Tiles {
+  const Wna16Args& a;
+  int64_t row0, rows = min(kRowBlock, a.m - row0), depth = padded(a), groups = groups_of(a);
+  int64_t steps = depth / kTileDepth, all = (depth + kTileDepth - 1) / kTileDepth;
+  bool in_place = !ROUNDED && reads_in_place<bf16>(a);
+  int64_t stride = in_place ? a.x_stride : depth;
+  const bf16* x =
+      reinterpret_cast<const bf16*>(in_place ? static_cast<const char*>(a.x) : a.rows + scales_size(a)) + row0 * stride;
   Tiles tiles;
   int64_t configured = 0;
-  const auto multiply = [&](int64_t first, int64_t last, int64_t height, int64_t step, int64_t stop) {
+  Float8Pairs<!ROUNDED> reader;
+  alignas(64) float sums[kRowBlock * kPanel];
+  alignas(64) float partial[kRowBlock * kPanel];
+  alignas(64) float scales[kPanel];
+  alignas(64) bf16 rest[kRowBlock * kTileDepth];  // of x: the last, partial step
+  alignas(64) bf16 weights[kDepthBlockSteps * kStepSize];
+
+  Float8Tiles(const Wna16Args& args, int64_t first) : a(args), row0(first) {
+    const int64_t remainder = depth % kTileDepth;
+    if (remainder) std::memset(rest, 0, sizeof rest);
+    for (int64_t r = 0; remainder && r < rows; r++)
+      std::memcpy(rest + r * kTileDepth, x + r * stride + steps * kTileDepth, remainder * sizeof(bf16));
+  }
+
+  void unpack_steps(int64_t panel, int64_t step, int64_t stop) {
+    const int64_t k = step * kTileDepth, end = min(stop * kTileDepth, depth), filled = (end - k) * kPanel;
+    if constexpr (ROUNDED) unpack<Pairs>(reader, a.packed + (panel * depth + k) * kPanel, end - k, weights);
+    else unpack_scaled<Pairs>(a, reader, panel, k, end, weights);
+    std::memset(weights + filled, 0, ((stop - step) * kStepSize - filled) * sizeof(bf16));
+  }
+
+  // Rows [first, last) in tiles of `height` rows, of weights that were unpacked.
+  void multiply(int64_t first, int64_t last, int64_t height, int64_t step, int64_t stop, bool begin, float* to) {
     if (first == last) return;
     if (configured != height) tiles.configure(shapes_of(height));
     configured = height;
     for (int64_t row = first; row < last; row += height) {
-      begin_sums<0>(tiles, sums + row * kPanel, step == 0);
+      begin_sums<0>(tiles, to + row * kPanel, begin);
       for (int64_t i = step; i < stop; i++) {
         const bool whole = i < steps;
         const bf16* from = whole ? x + row * stride + i * kTileDepth : rest + row * kTileDepth;
         add_step(tiles, from, whole ? stride : kTileDepth, weights + (i - step) * kStepSize);
       }
-      end_sums<0>(tiles, sums + row * kPanel);
+      end_sums<0>(tiles, to + row * kPanel);
     }
-  };
-  const int64_t all = steps + (remainder ? 1 : 0);
-  for (int64_t panel = begin; panel < end; panel++) {
-    for (int64_t step = 0; step < all; step += kDepthBlockSteps) {
-      const int64_t stop = min(step + kDepthBlockSteps, all), last = min(stop * kTileDepth, depth);
-      unpack_scaled<Pairs>(a, reader, panel, step * kTileDepth, last, weights);
-      if (last < stop * kTileDepth) {
-        const int64_t filled = (last - step * kTileDepth) * kPanel;
-        std::memset(weights + filled, 0, ((stop - step) * kStepSize - filled) * sizeof(bf16));
-      }
-      multiply(0, full, kTileRows, step, stop);
-      multiply(full, rows, rows - full, step, stop);
-    }
-    write_panel<bf16>(a, FloatSums{sums}, row0, rows, panel);
   }
+
+  // A chain over steps [first, last) of a panel.
+  void chain(int64_t panel, int64_t first, int64_t last, float* to) {
+    const int64_t full = rows / kTileRows * kTileRows;
+    for (int64_t step = first; step < last; step += kDepthBlockSteps) {
+      const int64_t stop = min(step + kDepthBlockSteps, last);
+      unpack_steps(panel, step, stop);
+      multiply(0, full, kTileRows, step, stop, step == first, to);
+      multiply(full, rows, rows - full, step, stop, step == first, to);
+    }
+  }
+
+  void run(int64_t panel) {
+    if constexpr (!ROUNDED) {
+      chain(panel, 0, all, sums);
+      return write_panel<bf16>(a, FloatSums{sums}, row0, rows, panel);
+    }
+    if (groups == 1) {
+      unit_scales(a, panel, 0, scales);
+      chain(panel, 0, all, sums);
+    } else {
+      std::memset(sums, 0, rows * kPanel * sizeof(float));
+      for (int64_t g = 0, unit = a.group / kTileDepth; g < groups; g++) {
+        unit_scales(a, panel, g, scales);
+        chain(panel, g * unit, min((g + 1) * unit, all), partial);
+        add_scaled(partial, rows, scales, sums);
+      }
+    }
+    const float* of_rows = reinterpret_cast<const float*>(a.rows) + row0;
+    write_panel<bf16>(a, RoundedSums{sums, of_rows, groups == 1 ? scales : nullptr}, row0, rows, panel);
+  }
+};
+
+template <class Tiles, bool ROUNDED>
+void float8_tiled(const Wna16Args& a, int64_t row0, int64_t begin, int64_t end) {
+  Float8Tiles<Tiles, ROUNDED> product(a, row0);
+  for (int64_t panel = begin; panel < end; panel++) product.run(panel);
 }
 
 template <class Tiles>
 void wna16_any(const Wna16Args& a, int64_t row0, int64_t begin, int64_t end) {
-  if (a.float8 && !a.rounded && a.dtype == DType::bf16) return float8_tiled<Tiles>(a, row0, begin, end);
-  linear_wna16(a, row0, begin, end);
+  const bool whole_steps = groups_of(a) == 1 || a.group % kTileDepth == 0;
+  if (!a.float8 || a.dtype != DType::bf16 || (a.rounded && !whole_steps)) return linear_wna16(a, row0, begin, end);
+  if (a.rounded) float8_tiled<Tiles, true>(a, row0, begin, end);
+  else float8_tiled<Tiles, false>(a, row0, begin, end);
 }
 
 int64_t scratch_bytes(const LinearArgs& a) { return a.dtype == DType::bf16 ? kScratchBytes : linear_scratch(a); }

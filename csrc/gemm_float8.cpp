@@ -29,11 +29,6 @@ f32x16 nearest_float8(f32x16 x) {
   return select(as_f32(word & broadcast_u32(0x7fffffff)) < broadcast(kLeastNormal), (inside + shift) - shift, large);
 }
 
-// The layout of Wna16Args::rows: of rounded rows their scales [M]; then [M][padded K] rows, unless products read x in
-// place.
-int64_t scales_size(const Wna16Args& a) {
-  return a.rounded ? round_up(a.m * static_cast<int64_t>(sizeof(float)), 64) : 0;
-}
 template <class T>
 RowOf<T>* rows_of(const Wna16Args& a) {
   return reinterpret_cast<RowOf<T>*>(a.rows + scales_size(a));
@@ -68,17 +63,6 @@ void rows_typed(const Wna16Args& a, int64_t begin, int64_t end) {
     else convert_row(a, x, to);
   }
 }
-
-// Sums times the scales of rows and, if there is one for all inputs, of columns.
-struct RoundedSums {
-  const float* sums;    // [rows][64]
-  const float* rows;    // [rows]
-  const float* scales;  // [64] or null
-  TOKSERVE_INLINE f32x16 at(int64_t row, int64_t column, int64_t, int64_t) const {
-    const f32x16 sum = load(sums + row * kPanel + column) * broadcast(rows[row]);
-    return scales ? sum * load(scales + column) : sum;
-  }
-};
 
 // The product of a task's rows with one panel.
 template <class Format, class Reader>
@@ -146,20 +130,15 @@ struct Float8Product {
   }
 
   void run_rounded(int64_t index) {
-    const auto scales_at = [&](int64_t g) {
-      expand(a.scales, index, groups, g, 1, scales);
-      for (int64_t c = 0; c < kPanel; c += kLanes) store(scales + c, load(scales + c) * broadcast(kFloat8Unit));
-    };
     if (groups == 1) {
-      scales_at(0);
+      unit_scales(a, index, 0, scales);
       return multiply(index, 0, depth, sums);
     }
     std::memset(sums, 0, rows * kPanel * sizeof(float));
     for (int64_t g = 0; g < groups; g++) {
-      scales_at(g);
+      unit_scales(a, index, g, scales);
       multiply(index, g * group, min((g + 1) * group, depth), partial);
-      for (int64_t i = 0; i < rows * kPanel; i += kLanes)
-        store(sums + i, load(sums + i) + load(partial + i) * load(scales + i % kPanel));
+      add_scaled(partial, rows, scales, sums);
     }
   }
 };
