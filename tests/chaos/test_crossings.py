@@ -35,6 +35,7 @@ OPTIONS = [
 TWO = ("-tp", "2")  # other bits than one rank, and equal bits with any other options
 OPTIONS_OF_TWO = [
     (*TWO, "--kv-cache-memory-bytes", "300K", "--max-num-batched-tokens", "33", "--weight-staging", "in_place"),
+    (*TWO, "--kv-cache-memory-bytes", "300K", "--max-num-batched-tokens", "33", "--kv-offloading-size", "0.01"),
     (*TWO, "-dp", "2", "--max-num-seqs", "2", "--block-size", "48", "--kv-offloading-size", "0.01"),
     (*TWO, "-pp", "2", "--no-enable-prefix-caching", "--max-chunk", "7"),
 ]
