@@ -231,6 +231,7 @@ def test_a_layer_turns_stored_shards_into_floats_where_one_is_floats() -> None:
 ALLOWED = {  # files that may name float8 or int8
     "ops": "kernels",
     "gpu/candidates.py": "the descriptions of kernels",
+    "gpu/compile": "what a card can multiply",
     "gpu/kernels": "kernels",
     "models/formats.py": "formats",
     "families/quantization/formats": "formats",
