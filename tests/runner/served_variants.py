@@ -106,7 +106,7 @@ def served(options: dict[str, Any], target: MetaDevice) -> tuple[set[str], set[s
             hf,
             target,
             device="cuda",
-            max_num_seqs=24,
+            max_num_seqs=40,
             max_model_len=300,
             block_size=64,
             dtype="bfloat16",
@@ -116,6 +116,8 @@ def served(options: dict[str, Any], target: MetaDevice) -> tuple[set[str], set[s
     start, adapters = set(noted), 2 if "enable_lora" in options else 0
     for job in jobs(adapters):
         Driver(runner, facts).run([job.fresh()])
+    while runner.call("capture_next", {}):
+        pass
     for chunk in (1 << 30, 100, 16, 7):
         Driver(runner, facts).run(jobs(adapters), chunk=chunk)
     return start, set(noted) - start

@@ -6,8 +6,10 @@ import logging
 import sys
 import time
 from collections import deque
+from collections.abc import Collection
 from functools import partial
 from subprocess import SubprocessError
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +21,8 @@ from tokserve.base.errors import StartError
 from tokserve.config import DEFAULT_BLOCK_SIZE, Config
 from tokserve.gpu import candidates, compile_ahead, trial
 from tokserve.gpu.cuda_graphs import (
+    FIRST,
+    CudaGraphs,
     DecodeGraphs,
     PromptGraphs,
     decode_sizes,
@@ -74,7 +78,7 @@ class CudaBackend:
         self._max_model_len = max_model_len
         self._budget = config.scheduler.token_budget
         self._max_tokens = min(self._budget, max_model_len)  # of one prompt in a step
-        self._is_alone = ranks.size == 1
+        self._is_alone, self._agree = ranks.size == 1, ranks.minimum
         has_states = any(isinstance(spec, StateSpec) for spec in specs)
         if draft is not None and has_states and not draft.ahead:
             raise StartError(
@@ -114,6 +118,7 @@ class CudaBackend:
         self.decode_graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
         self._draft_graphs: DecodeGraphs | None = None
+        self._first_sizes: Collection[int] | None = FIRST  # that the next capture takes at once; None: all
         self._max_in_flight = config.scheduler.steps_in_flight - 1
         self._in_flight: deque[tuple[PendingResult, Int64]] = deque()  # with the generations of their rows' slots
 
@@ -269,36 +274,59 @@ class CudaBackend:
             return
         self.invalidate()
         began = time.perf_counter()
-        decode = [(size, size) for size in decode_sizes(self._max_rows)]
-        prompts = [(size, prompt_rows(size, self._max_rows)) for size in self._prompt_sizes]
-        pool = self.device.pool()
+        first, self._first_sizes = self._first_sizes, None
         try:
-            self.decode_graphs = DecodeGraphs(
-                self.device, self.slots, self.kv, decode_step(model), decode, pool=pool, adapters=self._adapters
-            )
-            self.prompt_graphs = PromptGraphs(
-                self.device, self.slots, self.kv, model.forward, prompts, pool=pool, adapters=self._adapters
-            )
-            if self.draft is not None:
-                second, kv, ahead = self.draft.model, self.kv[self.draft.first_layer :], self.draft.ahead
-                self._draft_graphs = DecodeGraphs(
-                    self.device,
-                    self.slots,
-                    kv,
-                    decode_step(second),
-                    decode,
-                    pool=pool,
-                    adapters=self._adapters and not ahead,
-                    ahead=ahead,
-                )
+            self._capture_sizes(model, first)
         except torch.OutOfMemoryError as error:
             raise StartError(
                 f"no memory is left to record graphs of up to {self._max_rows} rows; lower --gpu-memory-utilization "
                 "or --max-num-seqs, or give --enforce-eager"
             ) from error
+        recorded = sum(len(graphs.sizes) for graphs in self._graphs())
+        pending = sum(len(graphs.pending) for graphs in self._graphs())
         logger.info(
-            "%d sizes of steps are recorded, in %.1f s", len(decode) + len(prompts), time.perf_counter() - began
+            "%d sizes of steps are recorded, in %.1f s; %d others are left for when the engine is idle",
+            recorded,
+            time.perf_counter() - began,
+            pending,
         )
+
+    def _capture_sizes(self, model: Decoder, first: Collection[int] | None) -> None:
+        decode = [(size, size) for size in decode_sizes(self._max_rows)]
+        prompts = [(size, prompt_rows(size, self._max_rows)) for size in self._prompt_sizes]
+        pool = self.device.pool()
+        options: dict[str, Any] = {"pool": pool, "adapters": self._adapters, "first": first}
+        step, forward = decode_step(model), model.forward
+        self.decode_graphs = DecodeGraphs(self.device, self.slots, self.kv, step, decode, **options)
+        self.prompt_graphs = PromptGraphs(self.device, self.slots, self.kv, forward, prompts, **options)
+        if self.draft is not None:
+            step, kv, ahead = decode_step(self.draft.model), self.kv[self.draft.first_layer :], self.draft.ahead
+            options |= {"adapters": self._adapters and not ahead, "ahead": ahead}
+            self._draft_graphs = DecodeGraphs(self.device, self.slots, kv, step, decode, **options)
+
+    def capture_next(self) -> int:
+        """Capture one of the sizes of steps that the start has left; returns how many are still missing.  If memory
+        runs out, no rank captures more: those steps go on in larger graphs."""
+        missing = [graphs for graphs in self._graphs() if graphs.pending]
+        if not missing:
+            return 0
+        size, succeeded = missing[0].pending[-1], 1
+        try:
+            with torch.inference_mode():
+                missing[0].capture_next()
+        except torch.OutOfMemoryError as error:
+            logger.warning("no memory is left to record steps of more sizes: %s", error)
+            succeeded = 0
+        if not self._agree(succeeded):
+            missing[0].forget(size)
+            for graphs in missing:
+                graphs.pending.clear()
+        return sum(len(graphs.pending) for graphs in missing)
+
+    def _graphs(self) -> list[CudaGraphs]:
+        """The captured steps, the model's first."""
+        kinds = (self.decode_graphs, self.prompt_graphs, self._draft_graphs)
+        return [graphs for graphs in kinds if graphs is not None]
 
     def _compile_row_counts(self, model: Decoder) -> None:
         """Steps of padding rows, of tokens and of prompts, for each power of two from 16 on: kernels are compiled for
@@ -313,9 +341,8 @@ class CudaBackend:
                 model.forward(batch)
 
     def invalidate(self) -> None:
-        for graphs in (self.decode_graphs, self.prompt_graphs, self._draft_graphs):
-            if graphs is not None:
-                graphs.invalidate()
+        for graphs in self._graphs():
+            graphs.invalidate()
         self.decode_graphs = self.prompt_graphs = self._draft_graphs = None
 
     def on_foreign_code(self, model: Decoder) -> None:

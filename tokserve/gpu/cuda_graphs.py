@@ -1,4 +1,5 @@
-"""Captured steps on a GPU: a graph for each of a few sizes, captured at start-up in one pool of memory.
+"""Captured steps on a GPU: a graph for each of a few sizes, in one pool of memory.  A start captures the sizes in
+`FIRST` and the largest; the others are captured while the engine is idle.
 
 A step with one token a row runs in the smallest graph that has as many rows, a small one with a prompt or a chunk in it
 in the smallest that has as many tokens; the rest is padding, whose results are not read.  Rows do not touch each other,
@@ -8,8 +9,8 @@ so a graph's rows have the bits that a step of their own would give them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left
-from collections.abc import Callable
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from tokserve.runner.replay import Step, is_decode
 Shape = tuple[int, int]  # tokens, rows
 
 PROMPT_SIZES = (16, 32, *range(64, 513, 64), *range(768, 2049, 256))  # tokens of graphs with prompts among them
+FIRST = frozenset((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048))  # sizes that a start captures
 LEAST_PROMPT_TOKENS = 512  # up to which there are graphs for any model
 LAUNCH_SECONDS = 0.4e-3  # of the host, for the kernels of a layer (measured: 0.47 ms beside an H200)
 FLOPS = 4e14  # operations a second of the device in products of that size
@@ -71,8 +73,10 @@ class CudaGraph:
 class CudaGraphs(ABC):
     """`Replay` of `step` for these shapes, captured with the largest first: the others fit into its memory.
 
-    All graphs return the same memory.  `adapters`: as many again for steps in which a row has an adapter, so that the
-    others do not pay for it.  `ahead`: as of a `Draft`.
+    All graphs return the same memory.  `first`: the sizes to capture at once, beside the largest, or None for all; each
+    call of `capture_next` captures one more.  A step of a size that is not captured yet runs in a larger graph.
+    `adapters`: as many again for steps in which a row has an adapter, so that the others do not pay for it.  `ahead`:
+    as of a `Draft`.
     """
 
     decodes = False
@@ -88,29 +92,55 @@ class CudaGraphs(ABC):
         pool: Any,
         adapters: bool,
         ahead: int = 0,
+        first: Collection[int] | None,
     ) -> None:
-        self._adapters = adapters
-        self.sizes = [tokens for tokens, _ in shapes]
+        self._device, self._kv, self._step, self._pool = device, kv, step, pool
+        self._adapters, self._ahead = adapters, ahead
         self._slots = slots
-        self._shapes = shapes
+        self.sizes: list[int] = []  # ascending: those that are captured, with and without adapters
+        self._rows = dict(shapes)  # by size
         self.captured: dict[tuple[int, int, bool], CudaGraph] = {}  # by tokens, rows, and whether a row has an adapter
-        out: Tensor | None = None
-        for tokens, rows in reversed(shapes):
-            for adapted in (True, False) if adapters else (False,):
-                decoded = slots.decode_rows(rows, kv, adapters=adapted, ahead=ahead) if self.decodes else None
-                batch = decoded.batch if decoded else slots.empty_batch(rows, kv, tokens=tokens, adapters=adapted)
-                out = torch.empty_like(step(batch)) if out is None else out
-                with ops.kept_tables() as tables:
-                    run = device.capture(partial(_run, step, batch, slots, decoded, out[:tokens]), pool)
-                self.captured[tokens, rows, adapted] = CudaGraph(batch, run, tables, decoded)
+        self._out: Tensor | None = None
+        self.pending = [tokens for tokens, _ in shapes]  # ascending: sizes that are not captured
+        at_once = [size for size in self.pending if first is None or size in first or size == self.pending[-1]]
+        for size in reversed(at_once):
+            self.pending.remove(size)
+            self._record(size)
+
+    def capture_next(self) -> None:
+        """Capture the largest of the sizes that are missing."""
+        self._record(self.pending.pop())
+
+    def forget(self, tokens: int) -> None:
+        """Do not use the graphs of this size, which another rank could not capture."""
+        self.sizes = [size for size in self.sizes if size != tokens]
+
+    def _record(self, tokens: int) -> None:
+        rows = self._rows[tokens]
+        for adapted in (True, False) if self._adapters else (False,):
+            batch, decoded = self._blank(tokens, rows, adapted=adapted)
+            if self._out is None:
+                self._out = torch.empty_like(self._step(batch))
+            with ops.kept_tables() as tables:
+                out = self._out[:tokens]
+                run = self._device.capture(partial(_run, self._step, batch, self._slots, decoded, out), self._pool)
+            self.captured[tokens, rows, adapted] = CudaGraph(batch, run, tables, decoded)
+        insort(self.sizes, tokens)
+
+    def _blank(self, tokens: int, rows: int, *, adapted: bool) -> tuple[ForwardBatch, DecodeRows | None]:
+        """What a graph reads, with padding in it."""
+        if self.decodes:
+            decoded = self._slots.decode_rows(rows, self._kv, adapters=adapted, ahead=self._ahead)
+            return decoded.batch, decoded
+        return self._slots.empty_batch(rows, self._kv, tokens=tokens, adapters=adapted), None
 
     @abstractmethod
     def fits(self, plan: StepPlan) -> bool: ...
 
     def replay(self, plan: StepPlan) -> Tensor:
         count = self._count(plan)
-        tokens, rows = self._shapes[bisect_left(self.sizes, count)]
-        graph = self.captured[tokens, rows, self._adapters and self._slots.has_adapters(plan)]
+        tokens = self.sizes[bisect_left(self.sizes, count)]
+        graph = self.captured[tokens, self._rows[tokens], self._adapters and self._slots.has_adapters(plan)]
         if graph.rows is None:
             self._slots.build(plan, graph.batch.kv, graph.batch)
         else:
@@ -118,7 +148,7 @@ class CudaGraphs(ABC):
         return graph.run()[:count]
 
     def invalidate(self) -> None:
-        self.sizes, self._shapes = [], []
+        self.sizes, self.pending = [], []
         self.captured.clear()
 
     def _count(self, plan: StepPlan) -> int:

@@ -8,6 +8,8 @@ ROOM = Room(
     requires=("rl",),  # the driver by ctypes, which a trainer has too
     options="tokserve.gpu.options:GpuOptions",
     check="tokserve.gpu.options:check",
+    engine="tokserve.gpu.idle_capture:make",
+    runner="tokserve.gpu.runner_calls:make",
     command_line="tokserve.gpu.compile.command:COMMANDS",
     parts={
         "backend": "tokserve.gpu.cuda:CudaBackend",

@@ -59,7 +59,9 @@ def compile_start(config: Config, architecture: str) -> Compiled:
     device = MetaDevice(gpu)
     with _compiling(cgroups.usable_cpus()) as compiling, ReadsZeros():
         for ranks in _ranks(config, device):
-            load_runner(config, ranks, device)
+            runner, _ = load_runner(config, ranks, device)
+            while runner.call("capture_next", {}):
+                pass
     failures = [text for future, name in compiling.items() if (text := _failure(name, future, gpu))]
     fresh = len(_binaries(directory) - before)
     return Compiled(len(compiling), fresh, failures, directory, time.perf_counter() - began)
