@@ -91,6 +91,72 @@ void activate(const Tensor& x, const std::string& name, bool gated, const Tensor
   });
 }
 
+void scale_by_position(const Tensor& x, const Tensor& positions, float growth, int64_t period, int64_t first,
+                       const Tensor& out) {
+  const char* op = "scale_by_position";
+  const DType dtype = float_type(x, op);
+  require(x.ndim() == 3 && x.dense(), op, "x must be contiguous [T,H,D]");
+  const int64_t tokens = x.size(0), width = x.size(1) * x.size(2);
+  require(out, x.kind(), {tokens, x.size(1), x.size(2)}, op, "out must be like x");
+  require(positions, Kind::i64, {tokens}, op, "positions must be int64 [T]");
+  require(period > 0, op, "the period must be positive");
+  const PositionScaleArgs a{dtype, x.data<void>(), out.data<void>(), positions.data<int64_t>(), width, period,
+                            first, growth};
+  launch([=] {
+    over_rows(tokens, 20 + 0.1 * width,
+              [&](int64_t begin, int64_t end) { kernels().scale_by_position(a, begin, end); });
+  });
+}
+
+void scale_rows(const Tensor& x, const Tensor& factors, const Tensor& out) {
+  const char* op = "scale_rows";
+  const DType dtype = float_type(x, op);
+  require(x.ndim() == 2 && x.dense(), op, "x must be contiguous [T,H]");
+  const int64_t rows = x.size(0), width = x.size(1);
+  require(out, x.kind(), {rows, width}, op, "out must be like x");
+  require(factors, Kind::f32, {-1}, op, "the factors must be float32 [T] or [1]");
+  require(factors.size(0) == rows || factors.size(0) == 1, op, "the factors must be float32 [T] or [1]");
+  const bool one = factors.size(0) == 1;
+  const RowScaleArgs a{dtype, x.data<void>(), factors.data<float>(), out.data<void>(), width, one};
+  launch([=] {
+    over_rows(rows, 10 + 0.1 * width, [&](int64_t begin, int64_t end) { kernels().scale_rows(a, begin, end); });
+  });
+}
+
+void norm_values(const Tensor& x, int64_t heads, int64_t dim, float eps, bool copied, const Tensor& out) {
+  const char* op = "norm_values";
+  const DType dtype = float_type(x, op);
+  require(x.ndim() == 2 && x.dense() && heads > 0 && dim > 0 && x.size(1) >= heads * dim, op,
+          "x must be contiguous [T,N], its last elements those of the heads");
+  const int64_t rows = x.size(0), width = x.size(1), size = heads * dim;
+  require(out, x.kind(), {rows, copied ? width + size : width}, op, "out must be [T,N], with a copy [T,N+H*D]");
+  const ValueNormArgs a{dtype, x.data<void>(), out.data<void>(), width, size, dim, eps, copied};
+  launch([=] {
+    over_rows(rows, 20 + 0.1 * width + 0.2 * size,
+              [&](int64_t begin, int64_t end) { kernels().norm_values(a, begin, end); });
+  });
+}
+
+void gate_inputs(const Tensor& x, const Tensor& inputs, int64_t layer, const std::string& name, const Tensor& out) {
+  const char* op = "gate_inputs";
+  const DType dtype = float_type(x, op);
+  require(x.ndim() == 2 && x.dense(), op, "x must be contiguous [T,I]");
+  const int64_t rows = x.size(0), width = x.size(1);
+  require(inputs, x.kind(), {rows, -1}, op, "inputs must be contiguous [T,L*I], like x");
+  require(layer >= 0 && (layer + 1) * width <= inputs.size(1), op, "inputs lack the layer");
+  require(out, x.kind(), {rows, width}, op, "out must be like x");
+  const GatedInputArgs a{.dtype = dtype,
+                         .activation = activation_of(name),
+                         .x = x.data<void>(),
+                         .inputs = inputs.data<char>() + layer * width * x.item(),
+                         .out = out.data<void>(),
+                         .width = width,
+                         .stride = inputs.size(1)};
+  launch([=] {
+    over_rows(rows, 10 + 0.9 * width, [&](int64_t begin, int64_t end) { kernels().gate_inputs(a, begin, end); });
+  });
+}
+
 void gated(const char* op, void (*Kernels::*kernel)(const GatedArgs&, int64_t, int64_t), const Tensor& x,
            const Tensor& out) {
   const DType dtype = float_type(x, op);
@@ -118,7 +184,6 @@ void rope(const Tensor& q, const Tensor& k, const Tensor& table, const Tensor& p
   require(q_out, q.kind(), {tokens, heads, dim}, op, "q's output must be like q");
   require(k_out, q.kind(), {tokens, kv_heads, dim}, op, "k's output must be like k");
   const int64_t* at = positions.data<int64_t>();
-  for (int64_t t = 0; t < tokens; t++) require(at[t] >= 0 && at[t] < limit, op, "a position is outside the table");
   const RopeArgs a{.dtype = dtype,
                    .q = q.data<void>(),
                    .k = k.data<void>(),
@@ -133,8 +198,11 @@ void rope(const Tensor& q, const Tensor& k, const Tensor& table, const Tensor& p
                    .table = table.data<float>(),
                    .positions = at,
                    .interleaved = interleaved};
-  over_rows(tokens, 20 + 0.4 * (heads + kv_heads) * dim,
-            [&](int64_t begin, int64_t end) { kernels().rope(a, begin, end); });
+  launch([=] {
+    for (int64_t t = 0; t < tokens; t++) require(at[t] >= 0 && at[t] < limit, op, "a position is outside the table");
+    over_rows(tokens, 20 + 0.4 * (heads + kv_heads) * dim,
+              [&](int64_t begin, int64_t end) { kernels().rope(a, begin, end); });
+  });
 }
 
 void norm_rope_store(const Tensor& qkv, const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight,
@@ -211,6 +279,10 @@ void bind_elementwise(nb::module_& m) {
         nb::arg("eps"), nb::arg("multiplier"), nb::arg("out"), nb::arg("sum").none());
   m.def("add_residual", add_residual);
   m.def("cap", cap);
+  m.def("scale_by_position", scale_by_position);
+  m.def("scale_rows", scale_rows);
+  m.def("norm_values", norm_values);
+  m.def("gate_inputs", gate_inputs);
   m.def("activate", activate);
   m.def("silu_mul", [](const Tensor& x, const Tensor& out) { gated("silu_mul", &Kernels::silu_mul, x, out); });
   m.def("gelu_mul", [](const Tensor& x, const Tensor& out) { gated("gelu_mul", &Kernels::gelu_mul, x, out); });

@@ -10,6 +10,7 @@
 #include "lora.h"
 #include "recurrent.h"
 #include "sampling_args.h"
+#include "scaling.h"
 
 namespace tokserve {
 
@@ -83,6 +84,15 @@ struct ActivateArgs {
   const void* x;  // [T, width], or gated: [T, 2 * width], the gate first
   void* out;      // [T, width]
   int64_t width;
+};
+
+struct GatedInputArgs {
+  DType dtype;
+  Activation activation;
+  const void* x;       // [T, width]
+  const void* inputs;  // [T, stride elements], of which width count
+  void* out;           // [T, width]
+  int64_t width, stride;
 };
 
 struct GatedArgs {
@@ -263,6 +273,10 @@ struct Kernels {
   void (*layer_norm)(const NormArgs&, int64_t begin, int64_t end);
   void (*add_residual)(const AddArgs&, int64_t begin, int64_t end);
   void (*cap)(const CapArgs&, int64_t begin, int64_t end);
+  void (*scale_by_position)(const PositionScaleArgs&, int64_t begin, int64_t end);
+  void (*scale_rows)(const RowScaleArgs&, int64_t begin, int64_t end);
+  void (*norm_values)(const ValueNormArgs&, int64_t begin, int64_t end);
+  void (*gate_inputs)(const GatedInputArgs&, int64_t begin, int64_t end);
   void (*activate)(const ActivateArgs&, int64_t begin, int64_t end);
   void (*silu_mul)(const GatedArgs&, int64_t begin, int64_t end);
   void (*gelu_mul)(const GatedArgs&, int64_t begin, int64_t end);

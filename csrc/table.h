@@ -9,6 +9,7 @@
 // clang-format off
 #define TOKSERVE_KERNELS(EACH)                                                                                       \
   EACH(rms_norm) EACH(layer_norm) EACH(add_residual) EACH(cap) EACH(activate)                                        \
+  EACH(scale_by_position) EACH(scale_rows) EACH(norm_values) EACH(gate_inputs)                                       \
   EACH(silu_mul) EACH(gelu_mul) EACH(rope) EACH(store_kv) EACH(norm_rope_store) EACH(latent_rope_store)              \
   EACH(linear_scratch) EACH(linear_panels) EACH(linear) EACH(lora_scratch) EACH(lora_down) EACH(lora_up)             \
   EACH(quantize_rows) EACH(quantize_int4) EACH(int8_rows_size) EACH(int8_rows) EACH(linear_int8)                     \

@@ -86,6 +86,8 @@ def calls(sizes: list[int], *, has_float8: bool, is_dependent: bool, wide_heads:
     call["add_layer_norm"](x, x, weight, weight, 1e-6, 0.5)
     call["add_residual"](x, x, 0.5)
     call["cap"](x, 0.5, 30.0)
+    call["scale_rows"](x, torch.empty(rows))
+    call["gate_inputs"](x, torch.empty(rows, 2 * x.shape[1], dtype=BF16), 1, "gelu_tanh")
     for activation in ("gelu", "relu", "relu2"):
         call["activate"](x, activation)
     call["silu_mul"](x)
@@ -93,6 +95,9 @@ def calls(sizes: list[int], *, has_float8: bool, is_dependent: bool, wide_heads:
     q, k = torch.empty(rows, heads, dim, dtype=BF16), torch.empty(rows, kv_heads, dim, dtype=BF16)
     table, index = torch.empty(4096, dim), torch.zeros(rows, dtype=LONG)
     call["rope"](q, k, table, index)
+    call["scale_by_position"](q, index, 0.1, 16384)
+    for copied in (False, True):
+        call["norm_values"](x, kv_heads, dim, 1e-6, copied)
     caches = torch.empty(2, 32, kv_heads, page, dim, dtype=BF16).unbind()
     call["store_kv"](k, k, *caches, index)
     call["store_rows"](x, torch.empty(32, page, hidden, dtype=BF16), index)

@@ -233,6 +233,7 @@ def test_elementwise_rows_are_batch_invariant(dtype: torch.dtype) -> None:
     rows_are_batch_invariant(lambda r: layer_norm(x[r], residual[r], weight, weight, 1e-6, 0.5), 9)
     rows_are_batch_invariant(lambda r: residuals(x[r], residual[r], 0.5), 9)
     rows_are_batch_invariant(lambda r: cap(x[r], 0.5, 3.0), 9)
+    rows_are_batch_invariant(lambda r: on_device("norm_values")(x[r], 1, 33, 1e-6), 9)
     rows_are_batch_invariant(lambda r: gelu_erf(x[r], "gelu"), 9)
     rows_are_batch_invariant(lambda r: silu(x[r]), 9)
     rows_are_batch_invariant(lambda r: gelu(x[r]), 9)

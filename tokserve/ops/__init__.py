@@ -70,6 +70,7 @@ __all__ = [
     "experts_wna16",
     "filter_logits",
     "gate_heads",
+    "gate_inputs",
     "gated_delta",
     "gated_linear",
     "gated_linear_float8",
@@ -89,6 +90,7 @@ __all__ = [
     "matrix_product",
     "norm_gradients",
     "norm_rope_store",
+    "norm_values",
     "pack_gated",
     "pack_gated_float8",
     "pack_gated_int4",
@@ -115,6 +117,8 @@ __all__ = [
     "sample_few",
     "sample_fused",
     "sampling_mask",
+    "scale_by_position",
+    "scale_rows",
     "scan_states",
     "short_conv",
     "silu_mul",
@@ -135,6 +139,10 @@ layer_norm = elementwise.layer_norm.reference
 add_layer_norm = elementwise.add_layer_norm.reference
 add_residual = elementwise.add_residual.reference
 cap = elementwise.cap.reference
+scale_by_position = elementwise.scale_by_position.reference
+scale_rows = elementwise.scale_rows.reference
+norm_values = elementwise.norm_values.reference
+gate_inputs = elementwise.gate_inputs.reference
 activate = elementwise.activate.reference
 rope = elementwise.rope.reference
 silu_mul = elementwise.silu_mul.reference

@@ -102,6 +102,35 @@ def cap(x: Tensor, multiplier: float, limit: float) -> Tensor:
 
 
 @op(tolerance=TOLERANCE)
+def scale_by_position(x: Tensor, positions: Tensor, growth: float, period: int, first: int = 0) -> Tensor:
+    """Heads x [T,H,D] times 1 + growth * log(1 + n), where n is the whole part of (position + first) / period."""
+    factors = [1.0 + growth * math.log(1 + (position + first) // period) for position in positions.tolist()]
+    return (x.float() * torch.tensor(factors)[:, None, None]).to(x.dtype)
+
+
+@op(tolerance=TOLERANCE)
+def scale_rows(x: Tensor, factors: Tensor) -> Tensor:
+    """Each row of x [T,H] times its factor, or the one of all; factors float32 [T] or [1]."""
+    return (x.float() * factors[:, None]).to(x.dtype)
+
+
+@op(tolerance=TOLERANCE)
+def norm_values(x: Tensor, heads: int, dim: int, eps: float, copied: bool = False) -> Tensor:
+    """x [T,N], whose last elements are heads of `dim`, with `rms_norm` of each of these without a weight; `copied`: x,
+    and behind it what would be in their place: [T,N+heads*dim]."""
+    size = heads * dim
+    normed = rms_norm.reference(x[:, -size:].reshape(-1, dim), torch.ones(dim), eps).view(len(x), size)
+    return torch.cat((x if copied else x[:, :-size], normed), 1)
+
+
+@op(tolerance={torch.float32: (3e-6, 2e-6), torch.bfloat16: (3e-6, 8e-3), torch.float16: (3e-6, 1e-3)})
+def gate_inputs(x: Tensor, inputs: Tensor, layer: int, activation: str) -> Tensor:
+    """The activation of x [T,I] times inputs[:, layer * I : (layer + 1) * I] of [T,L*I]; activations as `activate`."""
+    width = x.shape[1]
+    return (_active(widened(x), activation) * widened(inputs[:, layer * width : (layer + 1) * width])).to(x.dtype)
+
+
+@op(tolerance=TOLERANCE)
 def rope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """Rotate the first rot_dim elements of each head of q [T,Hq,D] and k [T,Hk,D] by its token's angles.
 

@@ -62,9 +62,28 @@ void run_gated(const Kernels& kernels, Results& results, DType dtype) {
       }
       kernels.cap({dtype, x.as<void>(), out.as<void>(), width, 0.75f, 5.0f}, 0, 3);
       results.add("cap" + rest, out);
+      const GatedInputArgs inputs{dtype, Activation::silu, x.as<void>(), x.at(width), out.as<void>(), width, 2 * width};
+      kernels.gate_inputs(inputs, 0, 2);
+      results.add("gate_inputs" + rest, out);
       kernels.add_residual({dtype, x.as<void>(), x.at(3 * width), out.as<void>(), width, 0.75f}, 0, 3);
       results.add("add_residual" + rest, out);
     }
+  }
+}
+
+void run_scales(const Kernels& kernels, Results& results, DType dtype) {
+  Random from(7);
+  for (const int64_t width : {1, 31, 64, 200}) {
+    const Array x = with_specials(random(dtype, 4 * width, from), from, 40), factors = random(Kind::f32, 4, from);
+    const Array at = integers(Kind::i64, 4, from, 0, 100000);
+    Array out(x.kind(), 8 * width);
+    const std::string rest = text(" %s width=%lld", name_of(dtype), (long long)width);
+    kernels.scale_by_position({dtype, x.as<void>(), out.as<void>(), at.as<int64_t>(), width, 1000, 1, 0.1f}, 0, 4);
+    results.add("scale_by_position" + rest, out);
+    kernels.scale_rows({dtype, x.as<void>(), factors.as<float>(), out.as<void>(), width, false}, 0, 4);
+    results.add("scale_rows" + rest, out);
+    kernels.norm_values({dtype, x.as<void>(), out.as<void>(), width, width, width, 1e-6f, true}, 0, 4);
+    results.add("norm_values" + rest, out);
   }
 }
 
@@ -134,6 +153,7 @@ void run_rows(const Kernels& kernels, Results& results) {
   for (const DType dtype : kTypes) {
     run_norms(kernels, results, dtype);
     run_gated(kernels, results, dtype);
+    run_scales(kernels, results, dtype);
     run_rope(kernels, results, dtype);
     for (const DType fresh : kTypes) run_difference(kernels, results, dtype, fresh);
   }

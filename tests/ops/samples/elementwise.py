@@ -49,6 +49,35 @@ def cap(dtype: torch.dtype) -> Samples:
     yield torch.tensor([[-1e4, -1.0, -1e-4, 0.0, 1e-4, 0.6, 1.0, 1e4]]).to(dtype), 1.0, 1.0
 
 
+def scale_by_position(dtype: torch.dtype) -> Samples:
+    for tokens, heads, dim, period, first in (
+        (1, 4, 64, 16, 0),
+        (9, 3, 33, 7, 1),
+        (70, 2, 80, 1000, 0),
+        (0, 2, 8, 4, 1),
+    ):
+        positions = torch.randint(0, 5000, (tokens,), generator=torch.Generator().manual_seed(tokens))
+        yield normal(dtype, dim, tokens, heads, dim), positions, 0.1, period, first
+
+
+def scale_rows(dtype: torch.dtype) -> Samples:
+    for rows, width, factors in ((1, 64, 1), (5, 33, 5), (70, 128, 70), (3, 5000, 1), (0, 8, 0)):
+        yield normal(dtype, width, rows, width), normal(torch.float32, rows, factors)
+
+
+def norm_values(dtype: torch.dtype) -> Samples:
+    for rows, width, heads, dim in ((1, 128, 1, 64), (5, 99, 3, 33), (70, 640, 2, 80), (3, 24, 4, 6), (0, 16, 1, 8)):
+        x = normal(dtype, width, rows, width) * 3
+        yield x, heads, dim, 1e-6
+        yield x, heads, dim, 1e-6, True
+
+
+def gate_inputs(dtype: torch.dtype) -> Samples:
+    for activation in ("silu", "gelu_tanh", "gelu", "relu", "relu2"):
+        for rows, width, layer in ((1, 64, 0), (5, 33, 2), (3, 1, 1)):
+            yield normal(dtype, width, rows, width) * 4, normal(dtype, 7, rows, 3 * width), layer, activation
+
+
 def activate(dtype: torch.dtype) -> Samples:
     for activation in ("silu", "gelu_tanh", "gelu", "relu", "relu2"):
         for (x,) in silu_mul(dtype):

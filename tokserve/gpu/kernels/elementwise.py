@@ -21,7 +21,7 @@ from tokserve.gpu.kernels.launch import (
     wait_for_inputs,
     warps,
 )
-from tokserve.gpu.kernels.sums import tree_sum
+from tokserve.gpu.kernels.sums import tree_sum, tree_sums
 from tokserve.ops import elementwise
 
 GATED_BLOCK = 1024  # outputs of one program
@@ -374,3 +374,136 @@ def silu_mul(x: Tensor) -> Tensor:
 @elementwise.gelu_mul.implement("triton", device="cuda")
 def gelu_mul(x: Tensor) -> Tensor:
     return activate(x, "gelu_tanh", True)
+
+
+@triton.jit
+def position_kernel(x_ptr, position_ptr, out_ptr, growth, period, offset, width, BLOCK: tl.constexpr):
+    """BLOCK elements of one token's heads times the factor of its position."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    whole = (tl.load(position_ptr + token) + offset) // period
+    factor = growth * tl.log(1.0 + whole.to(tl.float32)) + 1.0
+    x = tl.load(x_ptr + token * width + column, mask=inside, other=0.0).to(tl.float32) * factor
+    tl.store(out_ptr + token * width + column, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@elementwise.scale_by_position.implement("triton", device="cuda")
+def scale_by_position(x: Tensor, positions: Tensor, growth: float, period: int, first: int = 0) -> Tensor:
+    tokens, heads, dim = x.shape
+    out = torch.empty_like(x)
+    if tokens:
+        block = min(GATED_BLOCK, next_power_of_2(heads * dim))
+        position_kernel[(tokens, cdiv(heads * dim, block))](
+            x, positions, out, growth, period, first, heads * dim, block, num_warps=warps(block), **EXACT
+        )
+    return out
+
+
+@triton.jit
+def row_factor_kernel(x_ptr, factor_ptr, out_ptr, width, ONE: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK elements of one row times its factor; ONE: that of all."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    factor = tl.load(factor_ptr + (0 if ONE else row))
+    x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32) * factor
+    tl.store(out_ptr + row * width + column, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@elementwise.scale_rows.implement("triton", device="cuda")
+def scale_rows(x: Tensor, factors: Tensor) -> Tensor:
+    rows, width = x.shape
+    x, out = x.contiguous(), x.new_empty(rows, width)
+    if rows:
+        block = min(GATED_BLOCK, next_power_of_2(width))
+        row_factor_kernel[(rows, cdiv(width, block))](
+            x, factors, out, width, len(factors) == 1, block, num_warps=warps(block), **EXACT
+        )
+    return out
+
+
+@triton.jit
+def value_norm_kernel(
+    x_ptr,
+    out_ptr,
+    eps,
+    width,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    COPIED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+):
+    """One row: the first program computes the norms of its heads, the others copy BLOCK elements."""
+    SIZE: tl.constexpr = HEADS * DIM
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kept = width if COPIED else width - SIZE
+    source, target = x_ptr + row * width, out_ptr + row * (kept + SIZE)
+    if part == 0:
+        head, column = tl.arange(0, HEADS_BLOCK)[:, None], tl.arange(0, DIM_BLOCK)[None, :]
+        inside = (head < HEADS) & (column < DIM)
+        x = tl.load(source + width - SIZE + head * DIM + column, mask=inside, other=0.0).to(tl.float32)
+        x = x * tl.rsqrt(tree_sums(x * x) / DIM + eps)[:, None]
+        tl.store(target + kept + head * DIM + column, x.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        column = (part - 1) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(target + column, tl.load(source + column, mask=column < kept), mask=column < kept)
+
+
+@elementwise.norm_values.implement("triton", device="cuda")
+def norm_values(x: Tensor, heads: int, dim: int, eps: float, copied: bool = False) -> Tensor:
+    rows, width = x.shape
+    size = heads * dim
+    kept = width if copied else width - size
+    x, out = x.contiguous(), x.new_empty(rows, kept + size)
+    if rows:
+        block, dim_block = min(GATED_BLOCK, next_power_of_2(max(kept, 1))), next_power_of_2(dim)
+        heads_block = next_power_of_2(heads)
+        value_norm_kernel[(rows, 1 + cdiv(kept, block))](
+            x,
+            out,
+            eps,
+            width,
+            heads,
+            dim,
+            copied,
+            block,
+            heads_block,
+            dim_block,
+            num_warps=warps(heads_block * dim_block),
+            **EXACT,
+        )
+    return out
+
+
+@triton.jit
+def gate_inputs_kernel(x_ptr, input_ptr, out_ptr, width, stride, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK elements of one row: the activation of x times the inputs."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    x = active(tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32), KIND)
+    x = x * tl.load(input_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * width + column, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@elementwise.gate_inputs.implement("triton", device="cuda")
+def gate_inputs(x: Tensor, inputs: Tensor, layer: int, activation: str) -> Tensor:
+    rows, width = x.shape
+    x, out = x.contiguous(), x.new_empty(rows, width)
+    if rows:
+        block = min(GATED_BLOCK, next_power_of_2(width))
+        gate_inputs_kernel[(rows, cdiv(width, block))](
+            x,
+            inputs[:, layer * width :],
+            out,
+            width,
+            inputs.stride(0),
+            ACTIVATIONS.index(activation),
+            block,
+            num_warps=warps(block),
+            **EXACT,
+        )
+    return out

@@ -55,6 +55,34 @@ def cap(x: Tensor, multiplier: float, limit: float) -> Tensor:
     return out
 
 
+@elementwise.scale_by_position.implement("cpp", device="cpu")
+def scale_by_position(x: Tensor, positions: Tensor, growth: float, period: int, first: int = 0) -> Tensor:
+    out = torch.empty_like(x)
+    _C.scale_by_position(x, positions, growth, period, first, out)
+    return out
+
+
+@elementwise.scale_rows.implement("cpp", device="cpu")
+def scale_rows(x: Tensor, factors: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    _C.scale_rows(x, factors, out)
+    return out
+
+
+@elementwise.norm_values.implement("cpp", device="cpu")
+def norm_values(x: Tensor, heads: int, dim: int, eps: float, copied: bool = False) -> Tensor:
+    out = x.new_empty(x.shape[0], x.shape[1] + (heads * dim if copied else 0))
+    _C.norm_values(x, heads, dim, eps, copied, out)
+    return out
+
+
+@elementwise.gate_inputs.implement("cpp", device="cpu")
+def gate_inputs(x: Tensor, inputs: Tensor, layer: int, activation: str) -> Tensor:
+    out = torch.empty_like(x)
+    _C.gate_inputs(x, inputs, layer, activation, out)
+    return out
+
+
 @elementwise.activate.implement("cpp", device="cpu")
 def activate(x: Tensor, activation: str, gated: bool = False) -> Tensor:
     out = x.new_empty(x.shape[0], x.shape[1] // 2 if gated else x.shape[1])
