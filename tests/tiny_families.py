@@ -239,6 +239,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "MinistralForCausalLM",
         {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
+    "ministral3": (
+        "Ministral3ForCausalLM",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.4,
+            },
+        },
+    ),
     "cohere": ("CohereForCausalLM", {"tie_word_embeddings": True, "layer_norm_eps": 1e-5, "logit_scale": 1.1}),
     "cohere2": (
         "Cohere2ForCausalLM",

@@ -191,6 +191,10 @@ def _ropes(rng: random.Random, hf: dict[str, Any], family: str) -> None:
     if family == "mamba2":
         del hf["rope_parameters"]  # transformers reads some of its attributes though it has no rope
         return
+    if family == "ministral3":  # which needs both of these
+        growth = {"llama_4_scaling_beta": rng.choice((0.1, 1.0)), "original_max_position_embeddings": 24}
+        hf["rope_parameters"] = _rope(rng, hf) | growth
+        return
     if any(isinstance(value, dict) for value in parameters.values()):
         hf["rope_parameters"] = {kind: _rope(rng, hf) for kind in parameters}
         return

@@ -159,6 +159,11 @@ CASES |= {
     "glm-whole": ("glm", {"partial_rotary_factor": 1.0, "head_dim": 20, "attention_bias": False}),
     "glm4": ("glm4", {"num_key_value_heads": 1}),
     "ministral": ("ministral", {}),
+    "ministral3": ("ministral3", {}),
+    "ministral3-window": (
+        "ministral3",
+        {"sliding_window": 20, "rope_parameters": YARN | {"llama_4_scaling_beta": 1.5}, "head_dim": 32},
+    ),
     "cohere": ("cohere", {}),
     "cohere-biases": ("cohere", {"attention_bias": True, "tie_word_embeddings": False, "head_dim": 16}),
     "cohere2": ("cohere2", {}),

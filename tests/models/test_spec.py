@@ -313,6 +313,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         },
         "original_max_position_embeddings must be 2 or more with longrope, found 1",
     ),
+    ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "original_max_position_embeddings is missing"),
     ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must be a list of 0 and 1 for 3 layers"),
     ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor is missing"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": -1}}, "rope_scaling.factor must be a positive number"),

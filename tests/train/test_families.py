@@ -37,6 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {}),
     "glm4": ("glm4", {}),
     "ministral": ("ministral", {}),
+    "ministral3": ("ministral3", {}),
     "cohere": ("cohere", {}),
     "cohere2": ("cohere2", {"attention_bias": True}),
     "starcoder2": ("starcoder2", {}),

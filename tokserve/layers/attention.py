@@ -26,6 +26,15 @@ from tokserve.protocol.kv_spec import KVSpec, dtype_name
 
 
 @dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Queries are multiplied by 1 + growth * log(1 + n), where n is the whole part of (position + first) / period."""
+
+    growth: float
+    period: int
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """`heads` query heads share `kv_heads` key and value heads of `dim`; scores are multiplied by `scale`.
 
@@ -36,6 +45,7 @@ class AttentionSpec:
     `ahead`: in a model that reads both ways, how many keys after itself a query of window attention sees.
     `gated`: the tensor of queries has a gate behind each head, whose sigmoid multiplies what the head brings.
     `sinks`: each head has a score beside those of its keys, whose value is zero.
+    `query_growth`: the multiplier of queries by position, after norms and rotation.
     """
 
     heads: int
@@ -56,6 +66,7 @@ class AttentionSpec:
     sinks: bool = False
     gated: bool = False
     ahead: int = 0
+    query_growth: QueryGrowth | None = None
 
     def layer(self, hidden: int, options: LayerOptions) -> Attention:
         """The layer without weights."""
@@ -78,7 +89,7 @@ class Attention:
         shards, rows = _shards(spec, group)
         self.qkv = Linear(hidden, shards, options, bias=spec.qkv_bias, split="column", rows=rows)
         self.out = Linear(width, {spec.out_name: hidden}, options, bias=spec.out_bias, split="row")
-        self.gated = spec.gated
+        self.gated, self.query_growth = spec.gated, spec.query_growth
         self.sinks = torch.zeros(self.heads, device=ops.torch_device) if spec.sinks else None  # [heads] float32
         self._heads, self._group = spec.heads, group
         norm, self.norm_names = spec.qk_norm, spec.norm_names
@@ -166,22 +177,7 @@ class Attention:
         keys, values = batch.kv[layer]
         projected = self.qkv(x, adapters=batch.adapters)
         self.divide(projected, keys, batch)
-        q = ops.norm_rope_store(
-            projected,
-            self._weight(self.q_norm),
-            self._weight(self.k_norm),
-            self.norm_eps,
-            table,
-            batch.positions,
-            keys,
-            values,
-            batch.slot_mapping,
-            self.k_scale,
-            self.v_scale,
-            self.interleaved,
-            self.norm_last,
-            self.gated,
-        )  # [T, heads, dim]
+        q = self.store(projected, table, batch.positions, keys, values, batch.slot_mapping)
         rows: LogitsRows | ForwardBatch = batch
         if logits_rows is not None:
             q, rows = q.index_select(0, logits_rows.tokens), logits_rows
@@ -189,6 +185,33 @@ class Attention:
         mixed = self.mix(q, keys, values, batch, rows)  # [T or n, heads, dim]
         mixed = ops.gate_heads(mixed, projected) if self.gated else mixed.view(q.shape[0], self.heads * self.dim)
         return self.out(mixed, adapters=rows.adapters)
+
+    def store(
+        self, projected: Tensor, table: Tensor, positions: Tensor, keys: Tensor, values: Tensor, slots: Tensor
+    ) -> Tensor:  # [T, (heads + 2 kv_heads) dim] -> [T, heads, dim]
+        """The queries of what is projected at these positions; its keys and values go into the slots of a cache."""
+        q = ops.norm_rope_store(
+            projected,
+            self._weight(self.q_norm),
+            self._weight(self.k_norm),
+            self.norm_eps,
+            table,
+            positions,
+            keys,
+            values,
+            slots,
+            self.k_scale,
+            self.v_scale,
+            self.interleaved,
+            self.norm_last,
+            self.gated,
+        )
+        return self.grown(q, positions)
+
+    def grown(self, q: Tensor, positions: Tensor) -> Tensor:  # [T, heads, dim] -> same
+        """The queries times the multipliers of their positions, or gradients of such queries likewise."""
+        by = self.query_growth
+        return q if by is None else ops.scale_by_position(q, positions, by.growth, by.period, by.first)
 
     def divide(self, projected: Tensor, keys: Tensor, batch: ForwardBatch) -> None:
         """Prepare the batch for `mix`, once for all layers of a kind.  This comes before the kernels that make queries

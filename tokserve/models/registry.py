@@ -63,6 +63,7 @@ ARCHITECTURES = {
     "MiniCPM3ForCausalLM": "tokserve.families.latent.deepseek:minicpm3",
     "MiniMaxM2ForCausalLM": "tokserve.families.mixtures.small_moe:minimax_m2",
     "MinistralForCausalLM": "tokserve.models.dense.llama:ministral",
+    "Ministral3ForCausalLM": "tokserve.models.dense.llama:ministral3",
     "MistralForCausalLM": "tokserve.models.dense.llama:mistral",
     "MixtralForCausalLM": "tokserve.families.mixtures.moe:mixtral",
     "NemotronForCausalLM": "tokserve.models.dense.stablelm:nemotron",

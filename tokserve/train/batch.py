@@ -74,11 +74,11 @@ class PackedBatch:
     def attend(self, qkv: Tensor, layer: Attention, table: Tensor) -> Tensor:  # [T, (Hq + 2 Hk) D] -> [T, Hq D]
         """Do what the layer does between its projections, but for gates: norm, rotate, store, attend."""
         keys, values = self._blocks(layer)
-        q = _store(layer, qkv, table, self.positions, keys, values, self._slots)
+        q = layer.store(qkv, table, self.positions, keys, values, self._slots)
         if len(self._copied):
             again = qkv.index_select(0, self._copied)
             positions = self.positions.index_select(0, self._copied)
-            _store(layer, again, table, positions, keys, values, self._copied_slots)
+            layer.store(again, table, positions, keys, values, self._copied_slots)
         mixed = ops.paged_attention(
             q,
             keys,
@@ -126,25 +126,3 @@ class PackedBatch:
             self._pages[key] = torch.empty(shape, dtype=layer.dtype, device=self.positions.device)
         keys, values = self._pages[key].unbind()
         return keys, values
-
-
-def _store(
-    layer: Attention, qkv: Tensor, table: Tensor, positions: Tensor, keys: Tensor, values: Tensor, slots: Tensor
-) -> Tensor:  # [T, (Hq + 2 Hk) D] -> queries [T, Hq, D]
-    q_weight, k_weight = (None if norm is None else norm.weight for norm in (layer.q_norm, layer.k_norm))
-    return ops.norm_rope_store(
-        qkv,
-        q_weight,
-        k_weight,
-        layer.norm_eps,
-        table,
-        positions,
-        keys,
-        values,
-        slots,
-        1.0,
-        1.0,
-        layer.interleaved,
-        layer.norm_last,
-        layer.gated,
-    )

@@ -54,6 +54,7 @@ KNOWN: dict[type, set[str]] = {
         "out_name",
         "norm_names",
         "gated",
+        "query_growth",
     },
     MLPSpec: {"inner", "activation", "bias", "gated", "up_names", "down_name"},
     MixtureSpec: {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tokserve.layers.attention import QueryGrowth
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import NO_ROPE
 from tokserve.models.block import AFTER
@@ -25,6 +26,16 @@ EXAONE = (
     (".mlp.c_fc_1.", ".mlp.up_proj."),
     (".mlp.c_proj.", ".mlp.down_proj."),
 )
+
+MINISTRAL3_ROPE = {  # where the config has none
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 
 
 def llama(hf: Mapping[str, Any]) -> DecoderSpec:
@@ -156,6 +167,24 @@ def ministral(hf: Mapping[str, Any]) -> DecoderSpec:
     fields = ConfigReader(hf)
     windows = layer_windows(fields, window_size(fields, 4096), lambda layer: True)
     return dense(fields, windows=windows, max_position=131072, kv_heads=8)
+
+
+def ministral3(hf: Mapping[str, Any]) -> DecoderSpec:
+    """Ministral 3: queries grow with the logarithm of the number of original contexts before them."""
+    fields = ConfigReader({"rms_norm_eps": 1e-5, "sliding_window": None} | dict(hf))
+    if not rope_values(fields).values:
+        fields = ConfigReader(dict(fields.values) | {"rope_parameters": MINISTRAL3_ROPE})
+    scaling = rope_values(fields)
+    growth = scaling.number("llama_4_scaling_beta") if scaling.values.get("llama_4_scaling_beta") else 0.0
+    by = QueryGrowth(growth, scaling.integer("original_max_position_embeddings")) if growth else None
+    return dense(
+        fields,
+        windows=(window_size(fields, 0),) * fields.integer("num_hidden_layers"),
+        max_position=262144,
+        kv_heads=8,
+        head_dim=128,
+        in_attention={"query_growth": by},
+    )
 
 
 def smollm3(hf: Mapping[str, Any]) -> DecoderSpec:

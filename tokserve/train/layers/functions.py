@@ -172,7 +172,9 @@ class _Attention(torch.autograd.Function):
         q, k = turned = ops.rope(q, k, table, batch.positions, layer.interleaved)
         if layer.norm_last:
             q, k = normed(q, k)
+        q = layer.grown(q, batch.positions)
         grads = list(batch.attention_gradients(grad.view(q.shape), (q, k, v), layer))
+        grads[0] = layer.grown(grads[0], batch.positions)
         of_weights = norm_gradients(grads, turned) if layer.norm_last else []
         grads[:2] = backward.rope(grads[0], grads[1], table, batch.positions, interleaved=layer.interleaved)
         of_weights = of_weights if layer.norm_last else norm_gradients(grads, projected)
