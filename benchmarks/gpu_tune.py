@@ -341,6 +341,38 @@ class Products:
 
 
 @dataclass(frozen=True)
+class FeedForward:
+    """LAYERS feed-forward layers with the norms before them, 8B's unless said, of `rows` rows."""
+
+    rows: int
+    hidden: int = 4096
+    inner: int = 12288
+    float8: bool = False
+
+    def __str__(self) -> str:
+        return f"norms and feed-forward of {self.rows} rows, hidden {self.hidden}{', float8' if self.float8 else ''}"
+
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> Callable[[], list[Tensor]]:
+        """Prepare the layers' weights; the returned function runs one after the other: the sums before each norm."""
+        sizes = ((2 * self.inner, self.hidden), (self.hidden, self.inner))
+        weights = [[random_weight(*size, device, dtype) for size in sizes] for _ in range(LAYERS)]
+        pack, kind = call("pack_linear_float8"), "_float8" if self.float8 else ""
+        layers = [[pack(weight.packed) for weight in layer] for layer in weights] if self.float8 else weights
+        norm = torch.ones(self.hidden, device=device, dtype=dtype)
+        first = torch.randn(self.rows, self.hidden, device=device, dtype=dtype)
+
+        def run() -> list[Tensor]:
+            results, x, total = [], first, first
+            for gate_up, down in layers:
+                normed, total = call("add_rms_norm")(x, total, norm, 1e-6)
+                results.append(total)
+                x = call(f"linear{kind}")(call(f"gated_linear{kind}")(normed, gate_up, None, "silu"), down, None)
+            return [*results, *call("add_rms_norm")(x, total, norm, 1e-6)]
+
+        return run
+
+
+@dataclass(frozen=True)
 class Mixture:
     """Two layers of a mixture of experts, 30B-A3B's unless said, of `rows` rows."""
 
@@ -383,7 +415,7 @@ def random_weight(outputs: int, inputs: int, device: torch.device, dtype: torch.
     return ops.PackedWeight(outputs, inputs, dtype, weight)
 
 
-Case = Step | Prompts | Chat | Products | Mixture
+Case = Step | Prompts | Chat | Products | FeedForward | Mixture
 STEPS_OF_8B = tuple(Step(rows, keys) for rows, keys in ((1, 1024), (1, 8192), (16, 1024), (64, 1024), (256, 1024)))
 OTHER_STEPS = (
     Step(1, 1024, 16, 8),  # of 0.6B
@@ -425,6 +457,7 @@ CASES: dict[str, Sequence[Case]] = {  # by candidate
         Products(1, 1024, 3072, 2048),
         Products(64),
     ),
+    "float8_rows": tuple(FeedForward(rows, float8=True) for rows in (1, 16, 64, 256, 2048)),
     "float8_tma": tuple(Products(rows, float8=True) for rows in (80, 128, 256, 512, 2048)),
 }
 LAYERS = 4

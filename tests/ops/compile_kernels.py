@@ -370,6 +370,11 @@ def candidate_calls(*, has_float8: bool) -> None:
         call["linear"](row, packed, None)
     call["gated_linear"](row, packed, None, "silu")
     values, scales = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn), torch.empty(32, 4096)
+    if has_float8:  # float8 weights have been packed: norms and gates round
+        call["pack_linear_float8"](row)
+        call["pack_scaled_float8"](torch.empty(16, 12288, dtype=torch.float8_e4m3fn), scales, 12288)
+        call["add_rms_norm"](row, row, row[0], 1e-6)
+        call["silu_mul"](torch.empty(1, 2 * 12288, dtype=BF16))
     for group in (4096, 128) if has_float8 else ():
         call["linear_float8"](x, ops.PackedFloat8(4096, 4096, values, scales[: 4096 // group], group), None)
 

@@ -24,6 +24,8 @@ from tests.ops.test_exact import Paged
 from tests.ops.test_triton import DTYPES, INTERPRETED, on_device, pytestmark, to_device
 from tokserve.gpu.kernels import attention, dense
 from tokserve.gpu.kernels.products import by_tma
+from tokserve.gpu.kernels.rows import rounded
+from tokserve.gpu.kernels.rows.rounded import RoundedRows, quantize
 from tokserve.ops.registry import OPS
 
 __all__ = ["pytestmark"]
@@ -114,6 +116,56 @@ def test_gated_experts_have_the_bits_of_a_product_and_a_gate(name: str, most: in
         assert torch.equal(call(*arguments), expected), number
 
 
+@pytest.mark.parametrize("name", ["add_rms_norm", "layer_norm", "silu_mul", "activate"])
+def test_rows_are_rounded_by_the_kernel_that_computes_them_as_by_another(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows with zeros, an infinity, not-a-number and tiny numbers among them."""
+    width, dtype = 200, torch.float16 if INTERPRETED else DTYPES[-1]
+    monkeypatch.setattr(rounded, "_widths", {width})
+    x, residual = randn(dtype, 1, 6, width * (1 + (name == "silu_mul"))), randn(dtype, 2, 6, width)
+    x[1], residual[1], x[2, 5], x[3, -1], x[4] = 0.0, 0.0, float("inf"), float("nan"), 1e-6
+    weight = randn(dtype, 3, width)
+    rest: dict[str, tuple[object, ...]] = {
+        "add_rms_norm": (residual, weight, 1e-6, 0.5),
+        "layer_norm": (weight, weight, 1e-6),
+        "silu_mul": (),
+        "activate": ("relu2", False),
+    }
+    arguments = [to_device(value) if isinstance(value, torch.Tensor) else value for value in (x, *rest[name])]
+    call = OPS[name].implementations["triton"].call
+
+    def rows() -> torch.Tensor:
+        result: torch.Tensor = call(*arguments)[0] if name == "add_rms_norm" else call(*arguments)
+        return result
+
+    expected = rows()
+    assert type(expected) is torch.Tensor
+    values, scales = quantize(expected)
+    assert scales[2:4].isnan().all() and scales[[0, 1, 4, 5]].isfinite().all()
+    candidates.use({"float8_rows"})
+    result = rows()
+    assert isinstance(result, RoundedRows) and result.rounded is quantize(result)
+    assert torch.equal(result.rounded[0].view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(result.rounded[1].view(torch.int32), scales.view(torch.int32))
+    assert torch.equal(result.view(torch.int16), expected.view(torch.int16))
+    monkeypatch.setattr(rounded, "_widths", {width + 8})
+    assert type(rows()) is torch.Tensor, "no float8 weight has so many inputs"
+
+
+def test_rows_that_torch_may_have_changed_are_rounded_again() -> None:
+    candidates.use({"float8_rows"})
+    packed = OPS["pack_linear_float8"].implementations["triton"].call(to_device(randn(torch.float32, 1, 8, 48)))
+    x = OPS["activate"].implementations["triton"].call(to_device(randn(torch.float16, 2, 3, 48)), "relu")
+    assert isinstance(x, RoundedRows) and x.rounded is not None, "a weight of 48 inputs has been packed"
+    assert x.shape == (3, 48) and x.new_empty(2).shape == (2,) and x.rounded is not None
+    linear = OPS["linear_float8"].implementations["triton"].call
+    first, others = x.narrow(0, 0, 1), torch.cat([x, x])
+    assert type(first) is type(others) is torch.Tensor and x.rounded is None
+    first.mul_(3.0)
+    assert torch.equal(linear(x, packed, None), linear(x.clone(), packed, None))
+
+
 @pytest.mark.slow
 def test_few_ids_are_drawn_as_from_filtered_logits() -> None:
     few, cut, draw, score = (on_device(name) for name in ("sample_few", "filter_logits", "sample", "logprobs"))
@@ -164,16 +216,30 @@ def test_a_start_goes_without_candidates_that_fail() -> None:
         trial.without_unequal(check, (OSError,))
 
 
+@pytest.mark.parametrize("form", [tuple, torch.Tensor, RoundedRows])
 @pytest.mark.parametrize("wrong", [False, True])
-def test_a_start_goes_without_candidates_that_change_bits(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cap(x: torch.Tensor, *rest: float) -> torch.Tensor:
-        return x + (2**-20 if wrong and candidates.is_on("decode_tile") else 0.0)
+def test_a_start_goes_without_candidates_that_change_bits(
+    wrong: bool, form: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They change a tensor, one of a pair, or what is made of rows that the next op takes in another form."""
+
+    def cap(x: torch.Tensor, *rest: float) -> object:
+        result = x + (2**-20 if wrong and candidates.is_on("decode_tile") else 0.0)
+        if form is RoundedRows and candidates.is_on("decode_tile"):
+            return rounded.with_rounded(x + 0.0, (result, x))
+        return (x, result) if form is tuple else result
+
+    def following(x: torch.Tensor) -> torch.Tensor:
+        return x.rounded[0] + 0.0 if isinstance(x, RoundedRows) and x.rounded else x + 0.0
 
     monkeypatch.setattr(ops, "cap", cap)
     candidates.use({"decode_tile", "decode_early"})
 
+    monkeypatch.setattr(ops, "silu_mul", following)
+
     def check() -> list[str]:
-        ops.cap(torch.ones(3, 4), 1.0, 2.0)
+        x = ops.cap(torch.ones(3, 4), 1.0, 2.0)
+        ops.silu_mul(x[1] if isinstance(x, tuple) else x)
         return []
 
     assert trial.without_unequal(check) == []

@@ -289,3 +289,12 @@ def test_early_products_fetch_weights_before_they_wait_on_sm_90(candidates: dict
         assert figures["stack"] == 0 and figures["registers"] <= 64, f"{name}: {figures}"
         assert figures["shared"] <= 113 << 10, f"{name}: two programs do not fit: {figures}"
         assert figures["warp_chains"] == [{"length": 128 // 16, "orders": 1}], f"{name}: {figures}"
+
+
+@pytest.mark.slow
+def test_norms_and_gates_that_round_fit_on_sm_90(candidates: dict[str, Any]) -> None:
+    kernels = variants(candidates, "norm", "activate")
+    assert {name.partition("#")[0] for name in kernels} == {"norm", "activate"}
+    for name, figures in kernels.items():
+        assert figures["waits"] and not figures["fma"] and not figures["atomics"], f"{name}: {figures}"
+        assert figures["stack"] == 0 and figures["registers"] <= 128, f"{name}: {figures}"

@@ -61,6 +61,17 @@ def test_a_gate_that_differs_from_its_parts_is_detected(model: Decoder, monkeypa
     assert exactness.unequal_products(model) == ["the gate of gate_up"]
 
 
+def test_norms_that_depend_on_the_batch_are_detected(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_rms_norm = ops.add_rms_norm
+
+    def by_their_number(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        normed, total = add_rms_norm(x, *rest)
+        return by_the_batch(normed), total
+
+    monkeypatch.setattr(ops, "add_rms_norm", by_their_number)
+    assert exactness.unequal_products(model) == ["norms and products in turn"]
+
+
 def test_attention_that_differs_between_steps_chunks_and_prompts_is_detected(
     model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +121,7 @@ def test_experts_that_depend_on_the_batch_are_detected(monkeypatch: pytest.Monke
         return by_the_batch(experts(x, *rest))
 
     monkeypatch.setattr(ops, "experts", by_their_number)
-    assert exactness.unequal_products(model) == ["experts"]
+    assert exactness.unequal_products(model) == ["experts", "norms and products in turn"]
 
 
 def test_rows_in_another_order_are_asked(model: Decoder) -> None:

@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +35,7 @@ from tests.tiny_models import (  # noqa: E402
 from tokserve import ops  # noqa: E402
 from tokserve.checkpoint import hf_config as checkpoint_of  # noqa: E402
 from tokserve.features.images.vision import decode_image  # noqa: E402
-from tokserve.gpu import cuda  # noqa: E402
+from tokserve.gpu import candidates, cuda  # noqa: E402
 from tokserve.models.load import load_decoder  # noqa: E402
 from tokserve.ops.registry import OPS  # noqa: E402
 from tokserve.protocol.params import PoolingParams, SamplingParams  # noqa: E402
@@ -197,6 +199,24 @@ def test_a_recorded_step_has_the_bits_of_one_that_is_launched(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("candidate", "options"), [("float8_rows", {"quantization": "fp8"})], ids=str)
+def test_rows_that_the_next_kernel_takes_in_another_form_have_the_same_outcomes(
+    tmp_path: Path, kernels: None, monkeypatch: pytest.MonkeyPatch, candidate: str, options: dict[str, Any]
+) -> None:
+    hf = tiny_config("qwen3") | {"num_hidden_layers": 1}
+    base, results, uses = write_checkpoint(tmp_path / "base", hf), [], Counter[str]()
+    is_on = candidates.is_on
+    monkeypatch.setattr(candidates, "is_on", lambda name: is_on(name) and not uses.update([name]))
+    for names in ("none", candidate):
+        runner, facts = make_runner(
+            base, hf, load_format="auto", max_num_seqs=3, max_num_batched_tokens=16, gpu_candidates=names, **options
+        )
+        assert candidates.in_use() == [] if names == "none" else [candidate], "bits differ at the start"
+        results.append(outcomes(Driver(runner, facts, max_num_seqs=3).run(jobs(), chunk=5)))
+    assert results[0] == results[1] and uses[candidate] > 10
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -205,6 +225,7 @@ def test_a_recorded_step_has_the_bits_of_one_that_is_launched(
         {"enable_lora": True, "max_loras": 2},
         {"family": "qwen3_5_text"},
         {"family": "qwen3_moe", "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 1 << 24},
+        {"quantization": "fp8", "gpu_candidates": "all"},
         {"quantization": "int4", "quantize_lm_head": True},
         {"quantization": "int8", "quantize_lm_head": True},
     ],
@@ -224,7 +245,9 @@ def test_the_start_compiles_all_that_serving_needs(options: dict[str, object]) -
     actual = json.loads(done.stdout)
     assert actual["serving"] == []
     start, ahead = set(actual["start"]), set(actual["ahead"])
-    assert 30 < len(start) <= (95 if "family" in options else 80)  # one by one they would take a minute
+    assert (
+        30 < len(start) <= (95 if options.keys() & {"family", "gpu_candidates"} else 80)
+    )  # one by one they would take a minute
     assert ahead <= start and len(start - ahead) <= 10
     assert not {line.split("_kernel")[0] for line in start - ahead} & {"linear", "gated_linear", "decode", "prefill"}
 

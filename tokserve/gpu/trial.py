@@ -45,15 +45,18 @@ def use_none(error: Exception) -> None:
         candidates.use(())
 
 
-def recorded(check: Callable[[], list[str]]) -> tuple[list[str], dict[str, list[Tensor]]]:
-    """What `check` returns, and the sums of the bits of all that its ops return, by the op."""
-    results: dict[str, list[Tensor]] = {}
+def recorded(check: Callable[[], list[str]]) -> tuple[list[str], dict[str, list[Tensor | None]]]:
+    """What `check` returns, and the sums of the bits of all that its ops return, by the op.  None stands for a tensor
+    that the next op takes in another form (`gpu/kernels/rows`), as reading it would make it one like others."""
+    results: dict[str, list[Tensor | None]] = {}
 
     def recording(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             result = op(*arguments)
-            if isinstance(result, Tensor) and name != "attention_work":
-                results.setdefault(name, []).append(sums_of_bits(result))
+            if name != "attention_work":
+                for one in result if isinstance(result, tuple) else (result,):
+                    if isinstance(one, Tensor):
+                        results.setdefault(name, []).append(sums_of_bits(one) if type(one) is Tensor else None)
             return result
 
         return call
@@ -72,5 +75,7 @@ def sums_of_bits(x: Tensor) -> Tensor:
     return torch.cat([bits.sum(0, dtype=torch.int64), bits.sum(1, dtype=torch.int64)])
 
 
-def _are_equal(some: list[Tensor], others: list[Tensor]) -> bool:
-    return len(some) == len(others) and all(map(torch.equal, some, others))
+def _are_equal(some: list[Tensor | None], others: list[Tensor | None]) -> bool:
+    return len(some) == len(others) and all(
+        one is None or other is None or torch.equal(one, other) for one, other in zip(some, others, strict=True)
+    )

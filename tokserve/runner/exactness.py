@@ -19,6 +19,7 @@ from tokserve.layers.linear import FUSED, GatedLinear, Linear
 from tokserve.layers.low_rank import LayerAdapters
 from tokserve.layers.protocols import AttentionProbe, random_rows
 from tokserve.layers.quant import gated
+from tokserve.models.block import DecoderBlock
 from tokserve.models.decoder import Decoder
 
 SIZES = (1, 2, 3, 8, 16, 33, 64, 65, 100, 128, 129, 200)  # rows; every tile shape is used
@@ -37,7 +38,8 @@ def unequal_products(model: Decoder) -> list[str]:
 
 def product_checks(model: Decoder) -> list[tuple[str, Check]]:
     """Whether the rows of a product depend on how many there are and in which order: of the projections, of layers with
-    experts, of the head, and of what adapters add to a projection; and whether a gate depends on being fused.
+    experts, of the head, and of what adapters add to a projection; and whether a gate depends on being fused, or rows
+    on what is fused between products.
 
     Of projections of one name and size, and of layers with experts of one spec, the first is checked.
     """
@@ -51,10 +53,15 @@ def product_checks(model: Decoder) -> list[tuple[str, Check]]:
     checks += [(f"the gate of {name}", partial(_gates_alike, linear)) for name, linear in named]
     if model.implementation == "tokserve":
         specs = [model.spec.blocks[number].mlp for number in model.numbers]
-        kinds = {spec: block.mlp for spec, block in zip(specs, model.blocks, strict=True) if spec.has_experts}
+        kinds = dict(zip(specs, model.blocks, strict=True))
         checks += [
-            ("experts", partial(is_batch_invariant, _plain(layer), model.spec.hidden, model.dtype))
-            for layer in kinds.values()
+            ("experts", partial(is_batch_invariant, _plain(block.mlp), model.spec.hidden, model.dtype))
+            for spec, block in kinds.items()
+            if spec.has_experts
+        ]
+        checks += [
+            ("norms and products in turn", partial(_turns_alike, block, model.spec.hidden, model.dtype))
+            for block in kinds.values()
         ]
     checks.append(("head", partial(is_batch_invariant, _plain(model.logits), model.spec.hidden, model.dtype)))
     return checks + [
@@ -94,6 +101,23 @@ def _gates_alike(linear: Linear) -> bool:
     rows = random_rows(0, MOST, linear.inputs).to(ops.torch_device, linear.dtype)
     both = linear.quant.gated_linear(rows, linear.packed, linear.bias, None)
     return torch.equal(linear(rows), gated(both, linear.activation))
+
+
+def _turns_alike(block: DecoderBlock, hidden: int, dtype: torch.dtype) -> bool:
+    """Whether a norm, the feed-forward layer and a norm, one after the other, have the same bits for few rows and for
+    many: what is between two products may be computed with either."""
+    rows = random_rows(0, MOST, hidden).to(ops.torch_device, dtype)
+
+    def compute(rows: Tensor) -> tuple[Tensor, Tensor]:
+        x, residual = block.mlp_norm.add(rows, rows, block.residual_multiplier)
+        return block.mlp_norm.add(block.mlp(x), residual, block.residual_multiplier)
+
+    whole = compute(rows)
+    return all(
+        torch.equal(one, many[:size])
+        for size in (1, min(16, MOST))
+        for one, many in zip(compute(rows[:size]), whole, strict=True)
+    )
 
 
 def is_batch_invariant(product: Product, inputs: int, dtype: torch.dtype) -> bool:

@@ -260,7 +260,7 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
             while len(x) - first >= size:
                 by_library(x[first : first + size], packed.packed, out[first : first + size])
                 first += size
-    product(x[first:], packed.packed, bias, out[first:], None)
+    product(x[first:] if first else x, packed.packed, bias, out[first:] if first else out, None)
     return out
 
 

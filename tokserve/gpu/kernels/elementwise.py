@@ -21,6 +21,8 @@ from tokserve.gpu.kernels.launch import (
     wait_for_inputs,
     warps,
 )
+from tokserve.gpu.kernels.rows import rounded
+from tokserve.gpu.kernels.rows.rounded import store_rounded
 from tokserve.gpu.kernels.sums import tree_sum, tree_sums
 from tokserve.ops import elementwise
 
@@ -44,6 +46,8 @@ def norm_kernel(
     bias_ptr,
     out_ptr,
     total_ptr,
+    values_ptr,
+    scale_ptr,
     eps,
     multiplier,
     WIDTH: tl.constexpr,
@@ -51,9 +55,11 @@ def norm_kernel(
     ADD: tl.constexpr,
     CENTERED: tl.constexpr,
     BIAS: tl.constexpr,
+    ROUNDED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One row of WIDTH elements; ADD: the row is x * multiplier + residual, which is written to total too."""
+    """One row of WIDTH elements; ADD: the row is x * multiplier + residual, which is written to total too; ROUNDED: the
+    norm is written as float8 values with a scale, too."""
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * WIDTH
     column = tl.arange(0, BLOCK)
@@ -72,7 +78,11 @@ def norm_kernel(
     normed = x * tl.rsqrt(mean + eps) * weight
     if BIAS:
         normed += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row + column, normed.to(out_ptr.dtype.element_ty), mask=inside)
+    normed = normed.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row + column, normed, mask=inside)
+    if ROUNDED:
+        normed = tl.where(inside, normed.to(tl.float32), 0.0)
+        store_rounded(normed, inside, values_ptr + row + column, scale_ptr + tl.program_id(0))
 
 
 def _norm(
@@ -89,6 +99,8 @@ def _norm(
     x = x.contiguous()
     out = torch.empty_like(x)
     total = out if residual is None else torch.empty_like(x)
+    is_rounded = rounded.is_rounded(width)
+    float8_rows = rounded.unwritten(rows, width, x) if is_rounded else (out, out)
     if rows:
         block = next_power_of_2(width)
         other = x if residual is None else residual.contiguous()
@@ -99,6 +111,7 @@ def _norm(
             weight if bias is None else bias,
             out,
             total,
+            *float8_rows,
             eps,
             multiplier,
             width,
@@ -106,11 +119,12 @@ def _norm(
             residual is not None,
             centered,
             bias is not None,
+            is_rounded,
             is_dependent(x.device.index),
             num_warps=warps(block),
             **launched(x.device.index),
         )
-    return out, total
+    return rounded.with_rounded(out, float8_rows) if is_rounded else out, total
 
 
 @elementwise.rms_norm.implement("triton", device="cuda")
@@ -324,14 +338,18 @@ def active(x, KIND: tl.constexpr):
 def activate_kernel(
     x_ptr,
     out_ptr,
+    values_ptr,
+    scale_ptr,
     inner,
     x_stride,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
+    ROUNDED: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """BLOCK outputs of one row: act(x[:inner]), GATED: times x[inner:]."""
+    """BLOCK outputs of one row: act(x[:inner]), GATED: times x[inner:]; ROUNDED: all of a row, which is written as
+    float8 values with a scale, too."""
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -340,7 +358,11 @@ def activate_kernel(
     if GATED:
         x = x * tl.load(x_ptr + row * x_stride + inner + column, mask=inside, other=0.0).to(tl.float32)
     launch_dependents(DEPENDENT)
-    tl.store(out_ptr + row * inner + column, x.to(out_ptr.dtype.element_ty), mask=inside)
+    x = x.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * inner + column, x, mask=inside)
+    if ROUNDED:
+        x = tl.where(inside, x.to(tl.float32), 0.0)
+        store_rounded(x, inside, values_ptr + row * inner + column, scale_ptr + row)
 
 
 @elementwise.activate.implement("triton", device="cuda")
@@ -348,22 +370,26 @@ def activate(x: Tensor, activation: str, gated: bool = False) -> Tensor:
     rows, inner = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
     kind = ACTIVATIONS.index(activation)
     out = x.new_empty(rows, inner)
+    is_rounded = inner <= rounded.MOST_WIDTH and rounded.is_rounded(inner)
+    float8_rows = rounded.unwritten(rows, inner, x) if is_rounded else (out, out)
     if rows:
-        block = min(GATED_BLOCK, next_power_of_2(inner))
+        block = next_power_of_2(inner) if is_rounded else min(GATED_BLOCK, next_power_of_2(inner))
         grid = (rows, cdiv(inner, block))
         activate_kernel[grid](
             x,
             out,
+            *float8_rows,
             inner,
             x.stride(0),
             kind,
             gated,
+            is_rounded,
             block,
             is_dependent(x.device.index),
             num_warps=warps(block),
             **launched(x.device.index),
         )
-    return out
+    return rounded.with_rounded(out, float8_rows) if is_rounded else out
 
 
 @elementwise.silu_mul.implement("triton", device="cuda")

@@ -1,7 +1,6 @@
-"""Float8 on the GPU: rounding, quantized rows, and products of such rows, batch-invariant or by cuBLAS.
+"""Float8 on the GPU: weights, and products of rounded rows, batch-invariant or by cuBLAS.
 
-Values are rounded in float32 first, so that the conversion is exact on every GPU.  The matrix unit adds float8 products
-with 14 bits; so it adds within one step of K only, and steps add up in float32.
+The matrix unit adds float8 products with 14 bits; so it adds within one step of K only, and steps add up in float32.
 """
 
 from __future__ import annotations
@@ -9,79 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tokserve.gpu.kernels import elementwise, mixture
 from tokserve.gpu.kernels.dense import product
-from tokserve.gpu.kernels.launch import (
-    is_dependent,
-    launch_dependents,
-    launched,
-    next_power_of_2,
-    torch_device,
-    wait_for_inputs,
-    warps,
-)
+from tokserve.gpu.kernels.launch import torch_device
+from tokserve.gpu.kernels.rows.rounded import note_weight, quantize
 from tokserve.ops import float8
 from tokserve.ops import mixture as references
 from tokserve.ops.float8 import PackedFloat8
 
-MAX = tl.constexpr(float8.MAX)
-MIN_MAGNITUDE = tl.constexpr(float8.MIN_MAGNITUDE)
 CUBLAS_ALIGN = 16  # cuBLAS takes sides that are multiples of this
-
-
-@triton.jit
-def nearest(x):
-    """The number of e4m3 nearest to the float32 x, ties to even, as float8; past the largest, that.  NaN stays NaN."""
-    x = tl.where(x > MAX, MAX, tl.where(x < -MAX, -MAX, x))
-    bits = x.to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF  # keeps three bits after the first
-    small = (x + 24576.0) - 24576.0  # 1.5 * 2^14, whose last bit is 2^-9, as that of the smallest numbers
-    rounded = tl.where(tl.abs(x) < 0.015625, small, bits.to(tl.float32, bitcast=True))
-    return tl.where(x == x, rounded, x).to(tl.float8e4nv)
-
-
-@triton.jit
-def float8_rows_kernel(
-    x_ptr, out_ptr, scale_ptr, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
-):
-    """One row of WIDTH elements: its values and its scale."""
-    wait_for_inputs(DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    launch_dependents(DEPENDENT)
-    largest = tl.max(tl.abs(x), 0)
-    has_nan = tl.sum((x != x).to(tl.int32), 0) > 0
-    finite = (largest < float("inf")) & (has_nan == 0)
-    largest = tl.maximum(largest, MIN_MAGNITUDE)
-    tl.store(out_ptr + row * WIDTH + column, nearest(x * tl.div_rn(MAX, largest)), mask=inside)
-    tl.store(scale_ptr + row, tl.where(finite, tl.div_rn(largest, MAX), float("nan")))
-
-
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of x need not be adjacent."""
-    rows, width = x.shape
-    values = x.new_empty((rows, width), dtype=torch.float8_e4m3fn)
-    scales = x.new_empty(rows, dtype=torch.float32)
-    if rows:
-        block = next_power_of_2(width)
-        float8_rows_kernel[(rows,)](
-            x,
-            values,
-            scales,
-            x.stride(0),
-            width,
-            block,
-            is_dependent(x.device.index),
-            num_warps=warps(block),
-            **launched(x.device.index),
-        )
-    return values, scales
 
 
 @float8.pack_linear_float8.implement("cublas", device="cuda")
@@ -91,6 +28,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 def pack(weight: Tensor) -> PackedFloat8:
     """Values and scales on the GPU."""
     rows, columns = weight.shape
+    note_weight(columns)
     values, scales = quantize(weight.to(torch_device()).contiguous())
     return PackedFloat8(rows, columns, values, scales[None], columns)
 
@@ -100,6 +38,7 @@ def pack(weight: Tensor) -> PackedFloat8:
 def pack_scaled(values: Tensor, scales: Tensor, group: int, gated: bool = False) -> PackedFloat8:
     """Pack values that have scales already: copies on the GPU, where a gated weight has no layout of its own."""
     rows, columns = values.shape
+    note_weight(columns)
     copy = values.to(torch_device(), copy=True, memory_format=torch.contiguous_format)
     return PackedFloat8(rows, columns, copy, scales.to(torch_device(), copy=True).contiguous(), group)
 

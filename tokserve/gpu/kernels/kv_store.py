@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from tokserve.gpu.kernels.elementwise import pairing, rotate
-from tokserve.gpu.kernels.float8 import nearest
 from tokserve.gpu.kernels.launch import (
     EXACT,
     is_dependent,
@@ -20,6 +19,7 @@ from tokserve.gpu.kernels.launch import (
     wait_for_inputs,
     warps,
 )
+from tokserve.gpu.kernels.rows.rounded import nearest
 from tokserve.gpu.kernels.sums import tree_sum, tree_sums
 from tokserve.ops import attention
 

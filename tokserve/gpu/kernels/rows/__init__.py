@@ -1,0 +1,1 @@
+"""Rows in the form in which the next kernel takes them."""
