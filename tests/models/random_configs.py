@@ -83,7 +83,8 @@ YARN: dict[str, tuple[Any, ...]] = {
     "mscale_all_dim": (0, 1.0),
 }
 
-NEED_HEAD_DIM = ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "mixtral")  # transformers fails without it
+# transformers fails without it; a Gemma 4 so narrow would have heads of 256
+NEED_HEAD_DIM = ("gemma4_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "mixtral")
 
 
 def random_config(family: str, seed: int) -> dict[str, Any]:
@@ -197,6 +198,8 @@ def _ropes(rng: random.Random, hf: dict[str, Any], family: str) -> None:
         return
     if any(isinstance(value, dict) for value in parameters.values()):
         hf["rope_parameters"] = {kind: _rope(rng, hf) for kind in parameters}
+        for rope in hf["rope_parameters"].values() if family == "gemma4_text" else ():  # which needs it
+            rope |= {"original_max_position_embeddings": 64} if rope["rope_type"] == "yarn" else {}
         return
     rope = {"rope_type": "default", "rope_theta": 500} if family == "phi3" else _rope(rng, hf)
     if "partial_rotary_factor" in parameters:

@@ -12,7 +12,10 @@ from tokserve.models import dummy, weights
 from tokserve.models.decoder import Decoder
 from tokserve.models.load import load_decoder
 
-CALIBRATED = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma2", "phi3", "olmo2", "smollm3", "ministral")
+CALIBRATED = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma2", "gemma4_text", "phi3", "olmo2", "smollm3"),
+    *("ministral", "ministral3"),
+)
 
 
 def make_decoder(family: str, **changes: object) -> Decoder:

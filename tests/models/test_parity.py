@@ -124,6 +124,18 @@ CASES |= {
         {"attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 96, "query_pre_attn_scalar": 96},
     ),
     "gemma3-caps": ("gemma3_text", {"final_logit_softcapping": 7.0}),
+    "gemma4": ("gemma4_text", {}),
+    "gemma4-values": (
+        "gemma4_text",
+        {
+            "attention_k_eq_v": False,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 7.0,
+            "layer_types": None,
+            "num_hidden_layers": 4,
+        },
+    ),
     "phi3": ("phi3", {}),
     "phi3-window": ("phi3", {"sliding_window": 20, "num_key_value_heads": 1, "partial_rotary_factor": 1.0}),
     "phi3-longrope": (

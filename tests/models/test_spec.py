@@ -95,6 +95,8 @@ def test_absent_attributes_are_read_as_those_that_transformers_writes(family: st
         hf["hybrid_override_pattern"] = "M-M*-MM"
     if family == "mamba2":  # by default it is 4096 wide
         hf["num_heads"] = 16
+    if family == "gemma4_text":  # by default it has inputs by layer
+        hf["hidden_size_per_layer_input"] = 0
     if family in ("deepseek_v2", "dots1"):
         hf |= {"num_experts_per_tok": 2, "n_routed_experts": 8, "n_shared_experts": 1}
     hf |= sizes
@@ -281,7 +283,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rms_norm_eps": 10**400}, "rms_norm_eps must be a positive number"),
     ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
-    ("llama", {"rope_parameters": {"rope_type": "proportional"}}, "rope_type 'proportional' is not supported"),
+    ("llama", {"rope_parameters": {"rope_type": "axial"}}, "rope_type 'axial' is not supported"),
     ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor must be a list of 6 numbers"),
     ("phi3", {"partial_rotary_factor": 0.2}, "partial_rotary_factor must rotate an even part of a head of 16"),
     ("cohere", {"use_qk_norm": True}, "use_qk_norm is not supported"),
@@ -313,6 +315,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         },
         "original_max_position_embeddings must be 2 or more with longrope, found 1",
     ),
+    ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is all"),
+    ("gemma4_text", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input is 8"),
+    ("gemma4_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers is 1"),
+    ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block"),
+    ("gemma4_text", {"per_layer_config": {"3": {}}}, "per_layer_config names '3'"),
+    ("gemma4_text", {"per_layer_config": {"1": {"rms_norm_eps": 1}}}, "per_layer_config.1 has attributes besides"),
     ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "original_max_position_embeddings is missing"),
     ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must be a list of 0 and 1 for 3 layers"),
     ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor is missing"),

@@ -28,6 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {}),
     "gemma2-untied": ("gemma2", {"tie_word_embeddings": False}),
+    "gemma4": ("gemma4_text", {}),
     "phi3": ("phi3", {}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {"attention_bias": True}),

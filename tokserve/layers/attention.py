@@ -5,7 +5,7 @@ The batch, the layer's index in the cache and the rope table come as arguments; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -41,11 +41,13 @@ class AttentionSpec:
     `window` > 0: a query sees the last `window` keys, itself included; 0: it sees all.
     `softcap` > 0: a score s becomes softcap * tanh(s / softcap).  `qk_norm`: of each query and key head, or with
     `norm_scope` "all" of all heads of a token together, before the rotation, or with `norm_last` after it.
-    `qkv_names`: the checkpoint's names of the tensors that form the first projection; the others are names, too.
+    `qkv_names`: the checkpoint's names of the tensors that form the first projection, one or three, or two where values
+    are keys before their norm; the others are names, too.
     `ahead`: in a model that reads both ways, how many keys after itself a query of window attention sees.
     `gated`: the tensor of queries has a gate behind each head, whose sigmoid multiplies what the head brings.
     `sinks`: each head has a score beside those of its keys, whose value is zero.
-    `query_growth`: the multiplier of queries by position, after norms and rotation.
+    `query_growth`: the multiplier of queries by position, after norms and rotation.  `value_eps` > 0: of an RMS norm
+    without a weight of each value head.
     """
 
     heads: int
@@ -67,6 +69,7 @@ class AttentionSpec:
     gated: bool = False
     ahead: int = 0
     query_growth: QueryGrowth | None = None
+    value_eps: float = 0.0
 
     def layer(self, hidden: int, options: LayerOptions) -> Attention:
         """The layer without weights."""
@@ -86,6 +89,7 @@ class Attention:
         self.cache_scales: Tensor | None = None  # the same [2], for readers of a layer's tensors; None: both are 1
         self.dtype, width = options.dtype, spec.heads * spec.dim
         self.softcap, self.interleaved, self.norm_last = spec.softcap, spec.rope.interleaved, spec.norm_last
+        self.value_eps, self.keys_are_values = spec.value_eps, len(spec.qkv_names) == 2
         shards, rows = _shards(spec, group)
         self.qkv = Linear(hidden, shards, options, bias=spec.qkv_bias, split="column", rows=rows)
         self.out = Linear(width, {spec.out_name: hidden}, options, bias=spec.out_bias, split="row")
@@ -107,9 +111,11 @@ class Attention:
     def parameters(self) -> dict[str, Parameter]:
         """The parameters of the projections and, if there are any, of the norms of queries and keys."""
         parameters = self.qkv.parameters() | self.out.parameters()
+        gain = self.dim**-0.25 if self.scale == 1.0 else 1.0  # a scale that the norms have learned
         for name, norm in zip(self.norm_names, (self.q_norm, self.k_norm), strict=True):
             if norm is not None:
-                parameters |= under(name, norm.parameters())
+                norms = norm.parameters()
+                parameters |= under(name, {one: replace(norms[one], random_gain=gain) for one in norms})
         if self.sinks is not None:
             parameters["sinks"] = Parameter((self._heads,), self.load_sinks, torch.float32)
         return parameters
@@ -177,6 +183,7 @@ class Attention:
         keys, values = batch.kv[layer]
         projected = self.qkv(x, adapters=batch.adapters)
         self.divide(projected, keys, batch)
+        projected = self.with_values(projected)
         q = self.store(projected, table, batch.positions, keys, values, batch.slot_mapping)
         rows: LogitsRows | ForwardBatch = batch
         if logits_rows is not None:
@@ -207,6 +214,12 @@ class Attention:
             self.gated,
         )
         return self.grown(q, positions)
+
+    def with_values(self, projected: Tensor) -> Tensor:  # [T, N] -> [T, (heads + 2 kv_heads) dim], if there is no gate
+        """What is projected with the norms of its values."""
+        if not self.value_eps:
+            return projected
+        return ops.norm_values(projected, self.kv_heads, self.dim, self.value_eps, self.keys_are_values)
 
     def grown(self, q: Tensor, positions: Tensor) -> Tensor:  # [T, heads, dim] -> same
         """The queries times the multipliers of their positions, or gradients of such queries likewise."""
@@ -346,8 +359,8 @@ def _shards(spec: AttentionSpec, group: Group) -> tuple[dict[str, int], dict[str
     spans += [Span(first * spec.dim, number * spec.dim)] * 2
     if len(spec.qkv_names) > 1:
         names = spec.qkv_names
-        rows = {name: [span] for name, span in zip(names, spans, strict=True)}
-        return dict(zip(names, (queries, keys, keys), strict=True)), rows
+        rows = {name: [span] for name, span in zip(names, spans, strict=False)}
+        return dict(zip(names, (queries, keys, keys), strict=False)), rows
     (name,), starts = spec.qkv_names, (0, queries, queries + keys)
     spans = [Span(start + span.start, span.length) for start, span in zip(starts, spans, strict=True)]
     return {name: queries + 2 * keys}, {name: spans}

@@ -60,7 +60,7 @@ class Parameter:
     `rounded`: the dtype to which `load` rounds a tensor before anything else, if it is not `dtype`.
     `places`: where the elements are once they are loaded; the first can be read, and each has to be written.  Empty:
     they are not kept as `rounded`.  `share`: of the elements, how many this rank keeps; `held`: which, counted by the
-    places from 0; None: all of them.
+    places from 0; None: all of them.  `random_gain`: what random values of it are multiplied by.
     """
 
     shape: tuple[int, ...]
@@ -72,6 +72,7 @@ class Parameter:
     places: Callable[[], Sequence[Place]] = tuple
     share: float = 1.0
     held: TensorPart | None = None
+    random_gain: float = 1.0
 
     @property
     def source_dtype(self) -> torch.dtype:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 ROWS = 4096  # computed at a time, to bound the memory for float64
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "none"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,8 @@ class RopeSpec:
     None means the paper's value, or the ratio of `mscale` to `mscale_all_dim` if both are given.
     `short` and `long` are longrope's: what each frequency is divided by, where at most `original` positions are served
     and where more are.  `interleaved`: neighbours are a pair, not the elements of two halves.  Kind "none" turns
-    nothing.  `axes`: where a position has several coordinates, the one that each frequency turns with; (): it has one.
+    nothing, "proportional" only the first `turned` elements, counted by pairs.  `axes`: where a position has several
+    coordinates, the one that each frequency turns with; (): it has one.
     """
 
     dim: int
@@ -48,6 +49,7 @@ class RopeSpec:
     long: tuple[float, ...] = ()
     interleaved: bool = False
     axes: tuple[int, ...] = ()
+    turned: int = 0
 
 
 NO_ROPE = RopeSpec(2, 1.0, "none")
@@ -101,6 +103,8 @@ def _frequencies(spec: RopeSpec, steps: Tensor, positions: int) -> Tensor:  # [d
             return _yarn(spec, plain)
         case "longrope":
             return 1.0 / (torch.tensor(spec.long if positions > spec.original else spec.short) * _periods(spec))
+        case "proportional":
+            return torch.where(torch.arange(spec.dim // 2) < spec.turned // 2, plain / spec.factor, 0.0)
         case "none":
             return torch.zeros_like(plain)
 

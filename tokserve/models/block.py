@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from tokserve import ops
 from tokserve.layers.linear import Linear
 from tokserve.layers.norm import NoNorm, NormSpec, make_norm
 from tokserve.layers.options import LayerOptions
-from tokserve.layers.parameter import Parameter, StackedParameter, under
+from tokserve.layers.parameter import Parameter, StackedParameter, owned_copy, under
+from tokserve.layers.places import VectorPlace
 from tokserve.layers.protocols import FeedForwardSpec, MixerSpec
 
 
@@ -81,7 +84,8 @@ class BlockSpec:
     `attention` may be a layer with a recurrent state in its place.  With a `NoMLPSpec` the layer adds what comes of
     attention alone; if it is `parallel` too, the next layer's attention is given what its own is given.
     `residual_multiplier`: of what is added to the stream.  `mlp_name`, `attention_name`: of their modules in a
-    checkpoint.
+    checkpoint.  `factor_name`: of a tensor of one element that multiplies the stream after the layer; "": there is
+    none.
     """
 
     attention: MixerSpec
@@ -92,6 +96,7 @@ class BlockSpec:
     residual_multiplier: float = 1.0
     mlp_name: str = "mlp"
     attention_name: str = "self_attn"
+    factor_name: str = ""
 
 
 class DecoderBlock:
@@ -108,6 +113,8 @@ class DecoderBlock:
         self.attention = spec.attention.layer(hidden, options)
         self.mlp = spec.mlp.layer(hidden, options)
         self.has_mlp = not isinstance(self.mlp, NoMLP)
+        self.factor_name = spec.factor_name
+        self.factor = torch.ones(1, device=ops.torch_device) if spec.factor_name else None  # [1] float32
 
     def linears(self) -> dict[str, Linear]:
         """The projections, each after the Hugging Face name of the module that it is in."""
@@ -126,4 +133,28 @@ class DecoderBlock:
         parameters |= under(self.mlp_name, self.mlp.parameters())
         for name, norm in norms:
             parameters |= under(name, norm.parameters())
+        if self.factor is not None:
+            parameters[self.factor_name] = Parameter((1,), self.load_factor, torch.float32, places=self.factor_places)
         return parameters
+
+    def factor_places(self) -> list[VectorPlace]:
+        assert self.factor is not None
+        return [VectorPlace(self.factor)]
+
+    def load_factor(self, tensor: Tensor) -> None:
+        """Take the factor of the stream."""
+        self.factor = owned_copy(tensor, (1,), torch.float32)
+
+    def end(self, x: Tensor, residual: Tensor, following: NoNorm) -> tuple[Tensor, Tensor]:
+        """(the following norm of the stream after this layer, the stream), of what the layer adds at last [T, hidden]
+        and of what it is added to."""
+        if self.factor is None:
+            return following.add(x, residual, self.residual_multiplier)
+        total = ops.scale_rows(ops.add_residual(x, residual, self.residual_multiplier), self.factor)
+        return following(total), total
+
+    def borrow(self, other: DecoderBlock) -> None:
+        """Use another's norms, sinks and factor; the spec is the same.  Raises StartError for recurrent states."""
+        self.attention_norm, self.attention_post_norm = other.attention_norm, other.attention_post_norm
+        self.mlp_norm, self.mlp_post_norm, self.factor = other.mlp_norm, other.mlp_post_norm, other.factor
+        self.attention.borrow(other.attention)

@@ -168,9 +168,7 @@ class Decoder:
         """Use another's embedding, norms and sinks; the spec is the same.  Raises StartError for recurrent states."""
         self.embedding, self.norm = other.embedding, other.norm
         for block, source in zip(self.blocks, other.blocks, strict=True):
-            block.attention_norm, block.attention_post_norm = source.attention_norm, source.attention_post_norm
-            block.mlp_norm, block.mlp_post_norm = source.mlp_norm, source.mlp_post_norm
-            block.attention.borrow(source.attention)
+            block.borrow(source)
         self._layers = self._chain()
 
     @property
@@ -303,7 +301,9 @@ class Decoder:
                 x.index_add_(0, batch.added[0], added[layer].to(x.dtype))
             x = block.mlp_post_norm(x)
             if layer != self.numbers[-1] or self.stage.is_last:
-                x, residual = following.add(x, residual, block.residual_multiplier)
+                x, residual = block.end(x, residual, following)
+            elif block.factor is not None:
+                x, residual = block.end(x, residual, NoNorm())[0], torch.zeros_like(residual)
             if tap is not None:
                 tap(layer + 1, x if layer == last else residual)
         if not self.stage.is_last:

@@ -45,6 +45,7 @@ def tensors(parameters: Mapping[str, Parameter], seed: int) -> Iterator[tuple[st
     tied = "lm_head.weight" not in parameters
     for name, parameter in parameters.items():
         tensor = values(name, parameter.shape, seed, tied=tied)
+        tensor = tensor if parameter.random_gain == 1.0 else tensor * parameter.random_gain
         yield name, tensor - parameter.offset if parameter.offset else tensor
 
 
@@ -73,7 +74,7 @@ def _scale(name: str, width: int, tied: bool) -> tuple[float, float]:
         return middle, 0.1 * middle
     if name.endswith(("q_norm.weight", "k_norm.weight", "q_layernorm.weight", "k_layernorm.weight")):
         return 1.5, 0.1
-    if name.endswith(NORMS):
+    if name.endswith((*NORMS, "layer_scalar")):
         return 1.0, 0.1
     if name.endswith(("pos_embed.weight", "position_embedding.weight")):
         return 0.0, 0.5

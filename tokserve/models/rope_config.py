@@ -8,7 +8,16 @@ from dataclasses import replace
 from tokserve.layers.rope import RopeSpec
 from tokserve.models.config_reader import ConfigReader
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "su")  # su: Phi 3's older longrope
+ROPE_KINDS = (
+    "default",
+    "linear",
+    "dynamic",
+    "llama3",
+    "yarn",
+    "longrope",
+    "proportional",
+    "su",
+)  # su: Phi 3's older longrope
 
 
 def rope(
@@ -78,6 +87,9 @@ def rope_spec(
     """The rope that the object `scaling` describes, with this theta.  `rotary`: the part of a head that is rotated
     where the config does not say; None: this family rotates whole heads."""
     part = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", rotary or 1.0))
+    if scaling.values.get("rope_type", scaling.values.get("type")) == "proportional" and part <= 1.0:
+        turned = 2 * int(part * dim // 2)
+        return RopeSpec(dim, theta, "proportional", factor=scaling.number("factor", 1.0), turned=turned)
     if rotary is None and part != 1.0:
         raise scaling.unsupported("partial_rotary_factor", "is not 1; this architecture rotates whole heads")
     if not 2 <= int(dim * part) <= dim or int(dim * part) % 2:

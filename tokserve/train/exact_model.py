@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field, make_dataclass
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -50,6 +51,7 @@ WITHOUT_EFFECT = (
     "shift_labels",
     "ignore_index",
     "cache_position",
+    "logits_to_keep",  # which the caller reads, too
 )
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 Model = TypeVar("Model", bound=nn.Module)
@@ -214,10 +216,16 @@ class _ExactBackbone(_ExactModule):
                 weights.masters, batch, input_ids.numel(), recompute=_checkpoints(self), streams=streams
             )
         last, *states = (part.view(*input_ids.shape, part.shape[-1]) for part in (whole, *before))
-        outputs = import_module("transformers.modeling_outputs")
-        kind = outputs.MoeModelOutputWithPast
-        out = kind(last_hidden_state=last, hidden_states=(*states, last) if streams else None)
+        out = _output_type()(last_hidden_state=last, hidden_states=(*states, last) if streams else None)
         return out.to_tuple() if arguments.get("return_dict") is False else out
+
+
+@functools.cache
+def _output_type() -> Any:
+    """transformers' output of models with experts, with what Gemma 4's head passes on, too."""
+    parent: Any = import_module("transformers.modeling_outputs").MoeModelOutputWithPast
+    fields = [("shared_kv_states", Any, field(default=None))]
+    return make_dataclass(parent.__name__, fields, bases=(parent,))
 
 
 class _ExactHead(_ExactModule):

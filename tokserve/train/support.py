@@ -36,7 +36,17 @@ KNOWN: dict[type, set[str]] = {
         "logits_softcap",
         "norm_name",
     },
-    BlockSpec: {"attention", "mlp", "norm", "norms", "parallel", "residual_multiplier", "mlp_name", "attention_name"},
+    BlockSpec: {
+        "attention",
+        "mlp",
+        "norm",
+        "norms",
+        "parallel",
+        "residual_multiplier",
+        "mlp_name",
+        "attention_name",
+        "factor_name",
+    },
     AttentionSpec: {
         "heads",
         "kv_heads",
@@ -55,6 +65,7 @@ KNOWN: dict[type, set[str]] = {
         "norm_names",
         "gated",
         "query_growth",
+        "value_eps",
     },
     MLPSpec: {"inner", "activation", "bias", "gated", "up_names", "down_name"},
     MixtureSpec: {

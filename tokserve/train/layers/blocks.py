@@ -90,11 +90,13 @@ class BlockPass:
             assert isinstance(mlp, GatedMLP)  # others are refused
             x = self._gated_mlp(x, mlp, block.mlp_name)
         x = self._norm(x, block.mlp_post_norm, names.after_mlp)
-        return norms.add_residual(x, residual, multiplier)
+        total = norms.add_residual(x, residual, multiplier)
+        return total if block.factor is None else norms.scaled(total, block.factor)
 
     def _attention(self, x: Tensor, attention: Attention, module: str) -> Tensor:
         norms = [master for name in attention.norm_names for master in norm_masters(self.masters, f"{module}.{name}")]
         projected = self._linear(x, attention.qkv, module)
+        projected = functions.with_values(projected, attention)
         mixed = functions.attention(projected, attention, self.batch, self.table, norms)
         return self._linear(mixed, attention.out, module)
 

@@ -57,6 +57,11 @@ def low_rank(out: Tensor, x: Tensor, layer: Linear, factors: Sequence[Factors]) 
     return applied(_LowRank, out, x, layer, [(f.shard, f.scale) for f in factors], *masters)
 
 
+def with_values(projected: Tensor, layer: Attention) -> Tensor:  # [T, N] -> [T, (Hq + 2 Hk) D]
+    """What attention takes, with the norms of its values."""
+    return applied(_ValueNorm, projected, layer) if layer.value_eps else projected
+
+
 def attention(qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, norms: Sequence[Tensor] = ()) -> Tensor:
     """Attention of the batch's tokens from their projections qkv [T, (Hq + 2 Hk) D]: [T, Hq D].  `norms`: the masters
     of the query and key norms, where the layer has them.  Of a gated layer, qkv is [T, (2 Hq + 2 Hk) D]."""
@@ -134,6 +139,28 @@ class _LowRank(torch.autograd.Function):
             grads += [backward.linear_weight(grad_inner, x), backward.linear_weight(part, inner)]
             grad_x += ops.matrix_product(grad_inner, down, torch.float32)
         return grad, grad_x.to(x.dtype), None, None, *grads
+
+
+class _ValueNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, projected: Tensor, layer: Attention) -> Tensor:
+        ctx.save_for_backward(projected)
+        ctx.layer = layer
+        return layer.with_values(projected)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (projected,) = ctx.saved_tensors
+        layer, size = ctx.layer, ctx.layer.kv_heads * ctx.layer.dim
+        heads, of_heads = (x[:, -size:].contiguous().view(-1, layer.dim) for x in (projected, grad))
+        ones = torch.ones(layer.dim, dtype=projected.dtype, device=grad.device)
+        turned = ops.norm_gradients(of_heads, heads, ones, layer.value_eps)[0].view(-1, size)
+        if not layer.keys_are_values:
+            return torch.cat((grad[:, :-size], turned), 1), None
+        kept = grad[:, :-size].clone()
+        kept[:, -size:] += turned
+        return kept, None
 
 
 class _Attention(torch.autograd.Function):

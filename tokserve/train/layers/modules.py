@@ -73,8 +73,13 @@ class DecoderModules:
 
     @property
     def constants(self) -> set[str]:
-        """Names of masters that have no gradient: biases that routers add for the choice alone."""
-        return {
+        """Names of masters that have no gradient: biases that routers add for the choice alone, factors of layers."""
+        factors = {
+            joined("model.layers", str(number), block.factor_name)
+            for number, block in enumerate(self.decoder.blocks)
+            if block.factor is not None
+        }
+        return factors | {
             joined("model.layers", str(number), block.mlp_name, name)
             for number, block in enumerate(self.decoder.blocks)
             if isinstance(block.mlp, Mixture) and (name := block.mlp.spec.router.correction_bias) is not None

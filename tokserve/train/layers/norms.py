@@ -32,6 +32,11 @@ def add_residual(x: Tensor, residual: Tensor, multiplier: float) -> Tensor:  # [
     return _AddResidual.apply(x, residual, multiplier)  # type: ignore[no-untyped-call]
 
 
+def scaled(x: Tensor, factor: Tensor) -> Tensor:  # [T, H] -> [T, H]
+    """x times a constant [1] float32."""
+    return _Scaled.apply(x, factor)  # type: ignore[no-untyped-call]
+
+
 def gradients(layer: RMSNorm, grad: Tensor, x: Tensor, carried: Tensor | None = None) -> tuple[Tensor, ...]:
     """Gradients of what the layer norms, x [T, H], in its dtype, of its weight and of its bias, if there is one.
     `carried` [T, H] is added to the gradient of x."""
@@ -85,3 +90,16 @@ class _AddResidual(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         return (grad if ctx.multiplier == 1.0 else grad * ctx.multiplier), grad, None
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        return ops.scale_rows(x, factor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (factor,) = ctx.saved_tensors
+        return ops.scale_rows(grad.contiguous(), factor), None

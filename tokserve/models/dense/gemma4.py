@@ -1,0 +1,110 @@
+"""The text models of Gemma 4 without experts and without inputs by layer.
+
+Layers with full attention have wider heads than those with a window, of which a part turns, and their values may be
+their keys before the norm.  The norms of values have no weight, and a factor multiplies the stream after each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from tokserve.layers.attention import AttentionSpec
+from tokserve.layers.norm import NormSpec
+from tokserve.layers.rope import RopeSpec
+from tokserve.models.block import AROUND, BlockSpec
+from tokserve.models.config_reader import ConfigReader
+from tokserve.models.decoder import DecoderSpec
+from tokserve.models.rope_config import rope_by_type
+from tokserve.models.spec import attention, decoder, head_size, layer_windows, mlp, window_size
+
+MAX_POSITION = 131072
+KINDS = ("full_attention", "sliding_attention")
+ROPES = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+OVERRIDES = ("head_dim", "num_key_value_heads")  # by layer
+
+
+def gemma4(hf: Mapping[str, Any]) -> DecoderSpec:
+    """Gemma 4, dense."""
+    values = {"rope_parameters": ROPES} | {name: value for name, value in hf.items() if value is not None}
+    overrides = values.pop("per_layer_config", None)
+    fields = ConfigReader(values)
+    _refuse(fields)
+    layers = fields.integer("num_hidden_layers")
+    windows = layer_windows(fields, window_size(fields, 512), lambda layer: (layer + 1) % 6 != 0)
+    windows = (*windows[:-1], 0)  # the last layer sees all
+    by_layer = _overrides(fields, windows) if overrides is None else _written(ConfigReader(hf), layers)
+    norm = NormSpec(fields.number("rms_norm_eps", 1e-6))
+    feed_forward = mlp(fields, "hidden_activation", "gelu_pytorch_tanh")
+    blocks = tuple(
+        BlockSpec(
+            _attention(ConfigReader(values | one), norm, window), feed_forward, norm, AROUND, factor_name="layer_scalar"
+        )
+        for window, one in zip(windows, by_layer, strict=True)
+    )
+    return decoder(
+        fields,
+        blocks,
+        max_position=MAX_POSITION,
+        tied=True,
+        embedding_multiplier=fields.integer("hidden_size") ** 0.5,
+        logits_softcap=fields.number("final_logit_softcapping") if fields.present("final_logit_softcapping") else 0.0,
+    )
+
+
+def _refuse(fields: ConfigReader) -> None:
+    if fields.values.get("use_bidirectional_attention") == "all":
+        raise fields.refuse("use_bidirectional_attention", "is all; only causal attention is supported")
+    if width := fields.integer("hidden_size_per_layer_input", 256, minimum=0):
+        raise fields.unsupported("hidden_size_per_layer_input", f"is {width}; inputs by layer are not built in")
+    if shared := fields.integer("num_kv_shared_layers", 0, minimum=0):
+        raise fields.unsupported("num_kv_shared_layers", f"is {shared}; shared keys and values are not built in")
+    if fields.flag("enable_moe_block"):
+        raise fields.unsupported("enable_moe_block", "(experts beside the MLP) is not built in")
+
+
+def _overrides(fields: ConfigReader, windows: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Attributes of each layer in place of the config's, as released configs say it."""
+    full: dict[str, Any] = {"head_dim": fields.integer("global_head_dim", 512)}
+    if fields.flag("attention_k_eq_v") and fields.present("num_global_key_value_heads"):
+        full["num_key_value_heads"] = fields.integer("num_global_key_value_heads")
+    return [{} if window else full for window in windows]
+
+
+def _written(fields: ConfigReader, layers: int) -> list[dict[str, Any]]:
+    """The same as transformers writes it: by the number of the layer, as text."""
+    by_number, overrides = fields.inner("per_layer_config"), [dict[str, Any]() for _ in range(layers)]
+    for number in by_number.values:
+        if not str(number).isdecimal() or int(number) >= layers:
+            raise fields.refuse("per_layer_config", f"names {number!r}, which is no number of a layer")
+        one = dict(by_number.inner(number).values)
+        if others := one.keys() - set(OVERRIDES):
+            raise by_number.unsupported(number, f"has attributes besides {', '.join(OVERRIDES)}: {sorted(others)}")
+        overrides[int(number)] = one
+    return overrides
+
+
+def _attention(fields: ConfigReader, norm: NormSpec, window: int) -> AttentionSpec:
+    """The attention of one layer; `fields`: with what is said of this layer alone."""
+    bias, dim = fields.flag("attention_bias"), head_size(fields, 256)
+    attend = attention(
+        fields,
+        dim=dim,
+        rope=_rope(fields, KINDS[window > 0], dim),
+        kv_heads=4,
+        scale=1.0,
+        qk_norm=norm,
+        qkv_bias=bias,
+        out_bias=bias,
+    )
+    attend = replace(attend, window=window, value_eps=norm.eps)
+    shares = fields.flag("attention_k_eq_v") and not window
+    return replace(attend, qkv_names=("q_proj", "k_proj")) if shares else attend
+
+
+def _rope(fields: ConfigReader, kind: str, dim: int) -> RopeSpec:
+    return rope_by_type(fields, kind, dim, fields.integer("max_position_embeddings", MAX_POSITION), 1e4)
