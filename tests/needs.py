@@ -137,6 +137,7 @@ TRITON = Need(
         "ops/test_shared_keys.py",
         "ops/test_targets.py",
         "ops/test_training_kernels.py",
+        "models/test_chunked.py",
         "ops/test_triton.py",
         "ops/test_tuning.py",
         "runner/test_gpu_probe.py",

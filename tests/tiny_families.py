@@ -57,6 +57,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "llama4_text": (
+        "Llama4ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "intermediate_size_mlp": 96,
+            "intermediate_size": 80,
+            "num_local_experts": 6,
+            "moe_layers": [1, 3],
+            "no_rope_layers": [1, 1, 0, 1],
+            "attention_chunk_size": 32,
+            "floor_scale": 16,
+            "attn_scale": 0.4,
+        },
+    ),
     "glm4_moe": (
         "Glm4MoeForCausalLM",
         {

@@ -92,7 +92,7 @@ def test_exact_within_a_size_and_close_to_transformers(family: str, ranks: dict[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "mixtral", "gemma2", "gemma4_text"])
+@pytest.mark.parametrize("family", ["qwen3", "mixtral", "gemma2", "gemma4_text", "llama4_text"])
 def test_stages_have_the_bits_of_one(family: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_config(family), seed=1)
     results = []

@@ -26,7 +26,7 @@ SERVED = """
     afmoe apertus apertus1p5_text aria_text beam bert bert-generation biogpt bitnet codegen cohere2_moe
     ctrl dbrx electra ernie exaone_moe flint gemma3n_text gemma4 gemma4_unified
     gemma4_unified_text gpt-sw3 gpt2 gpt_bigcode gpt_neox gptj granite_swa granitemoe_swa helium hy_v3
-    hyperclovax jais2 jetmoe kolibri1 laguna llama4 llama4_text mellum mimo_v2_flash minimax_m3_vl_text
+    hyperclovax jais2 jetmoe kolibri1 laguna llama4 mellum mimo_v2_flash minimax_m3_vl_text
     modernbert-decoder nanochat opt persimmon phi phimoe vaultgemma
 """
 # For these there is no small configuration here: their sizes have names of their own, or are fixed.

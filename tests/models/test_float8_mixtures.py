@@ -29,7 +29,8 @@ SIZES = {"hidden_size": 96, "moe_intermediate_size": 72, "dtype": "bfloat16"}  #
 
 
 def checkpoint(directory: Path, family: str = "qwen3_moe", form: str = "blocks", seed: int = 0) -> Path:
-    write_checkpoint(directory, tiny_config(family, **SIZES), seed=seed)
+    hf = tiny_config(family, **SIZES, quantization_config=FORMATS[form][0])
+    write_checkpoint(directory, hf, seed=seed)
     quantize(directory, *FORMATS[form], torch.float32)
     return directory
 
@@ -59,7 +60,13 @@ def distance(one: Decoder, other: Decoder) -> float:
 
 @pytest.mark.parametrize(
     ("family", "form"),
-    [("qwen3_moe", "blocks"), ("qwen3_moe", "channels"), ("qwen2_moe", "blocks"), ("deepseek_v3", "blocks")],
+    [
+        ("qwen3_moe", "blocks"),
+        ("qwen3_moe", "channels"),
+        ("qwen2_moe", "blocks"),
+        ("deepseek_v3", "blocks"),
+        ("llama4_text", "channels"),
+    ],
 )
 @pytest.mark.parametrize("dtype", slow_after(["bfloat16", "float32"], 1))
 @pytest.mark.usefixtures("kernels")

@@ -172,6 +172,19 @@ CASES |= {
     "glm4": ("glm4", {"num_key_value_heads": 1}),
     "ministral": ("ministral", {}),
     "ministral3": ("ministral3", {}),
+    "llama4": ("llama4_text", {}),
+    "llama4-plain": (
+        "llama4_text",
+        {
+            "moe_layers": None,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [],
+            "attention_chunk_size": None,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "attention_bias": True,
+        },
+    ),
     "ministral3-window": (
         "ministral3",
         {"sliding_window": 20, "rope_parameters": YARN | {"llama_4_scaling_beta": 1.5}, "head_dim": 32},

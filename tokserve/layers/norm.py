@@ -19,8 +19,8 @@ from tokserve.layers.places import VectorPlace
 @dataclass(frozen=True, slots=True)
 class NormSpec:
     """`kind`: "rms" divides by the root mean square; "layer" subtracts the mean first, and may add a `bias`.  `offset`:
-    what is added to the stored weight; 1 in families that store the difference from 1.  `learned` False: of "layer",
-    there is no weight."""
+    what is added to the stored weight; 1 in families that store the difference from 1.  `learned` False: there is
+    no weight."""
 
     eps: float
     offset: float = 0.0
@@ -56,8 +56,14 @@ class RMSNorm(NoNorm):
         self.offset = spec.offset
         self.dtype = torch.float32 if spec.offset else dtype
         self.loaded: Tensor | None = None  # [size], of a weight with an offset
+        self.learned = spec.learned
+        if not spec.learned:
+            self.weight = torch.ones(size, dtype=self.dtype, device=ops.torch_device)
 
     def parameters(self) -> dict[str, Parameter]:
+        """`weight`, unless there is none."""
+        if not self.learned:
+            return {}
         return {"weight": Parameter((self.size,), self.load, self.dtype, offset=self.offset, places=self.places)}
 
     def places(self) -> list[VectorPlace]:
@@ -84,14 +90,11 @@ class LayerNorm(RMSNorm):
 
     def __init__(self, size: int, spec: NormSpec, dtype: torch.dtype) -> None:
         super().__init__(size, spec, dtype)
-        self.learned = spec.learned
-        if not spec.learned:
-            self.weight = torch.ones(size, dtype=self.dtype, device=ops.torch_device)
         self.bias = torch.zeros(size, dtype=self.dtype, device=ops.torch_device) if spec.bias else None
 
     def parameters(self) -> dict[str, Parameter]:
         """`weight` and `bias`, where there are such."""
-        parameters = super().parameters() if self.learned else {}
+        parameters = super().parameters()
         if self.bias is not None:
             parameters["bias"] = Parameter((self.size,), self.load_bias, self.dtype, places=self._bias_places)
         return parameters

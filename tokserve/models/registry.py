@@ -59,6 +59,7 @@ ARCHITECTURES = {
     "Lfm2ForCausalLM": "tokserve.families.recurrent.hybrid:lfm2",
     "Lfm2MoeForCausalLM": "tokserve.families.recurrent.hybrid:lfm2_moe",
     "InternLM3ForCausalLM": "tokserve.models.dense.llama:internlm3",
+    "Llama4ForCausalLM": "tokserve.families.mixtures.llama4:llama4",
     "LlamaForCausalLM": "tokserve.models.dense.llama:llama",
     "Mamba2ForCausalLM": "tokserve.families.state_space.single:mamba2",
     "MiniCPM3ForCausalLM": "tokserve.families.latent.deepseek:minicpm3",

@@ -57,7 +57,7 @@ class MixtureSpec:
     `stacked`: checkpoints have one tensor for all experts only; `interleaved`: it is stored transposed, gate and up
     outputs alternating; `transposed`: it is stored so, one above the other.  `router_name`, `experts_name`, `names`:
     the checkpoint's names of the router, of the module of all experts, and of an expert's gate, up and down
-    projections.
+    projections.  `scales_input`: the weight of the one chosen expert multiplies its input, not its output.
     """
 
     experts: int
@@ -74,6 +74,7 @@ class MixtureSpec:
     router_name: str = "gate"
     experts_name: str = "experts"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    scales_input: bool = False
 
     @property
     def has_experts(self) -> bool:
@@ -348,8 +349,8 @@ class Router:
         """Ids int32 and weights float32 [T,k] for x [T,hidden]."""
         return self.choose(self.linear(x, torch.float32))
 
-    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids int32 and weights float32 [T,k] for logits float32 [T,E]."""
+    def choose(self, logits: Tensor, *, normalize: bool | None = None) -> tuple[Tensor, Tensor]:
+        """Ids int32 and weights float32 [T,k] for logits float32 [T,E].  `normalize`: in place of the spec's."""
         spec = self.spec
         bias = None if spec.correction_bias is None else self.correction_bias
         return ops.route(
@@ -360,7 +361,7 @@ class Router:
             spec.groups,
             spec.kept_groups,
             spec.two_of_group,
-            spec.normalize,
+            spec.normalize if normalize is None else normalize,
             spec.added,
             spec.scale,
         )
@@ -404,11 +405,15 @@ class Mixture:
         self, x: Tensor, adapters: Tensor | None = None, routed: list[Tensor] | None = None
     ) -> Tensor:  # [T, hidden] -> [T, hidden]
         """`adapters`: as `Linear` takes them.  `routed`: the chosen experts' ids [T,k] int32 are appended to it."""
-        ids, weights = self.router(x)
+        logits = self.router.linear(x, torch.float32)
+        ids, weights = self.router.choose(logits)
         if routed is not None:
             routed.append(ids)
         shared = None if self.shared is None else self.shared(x, adapters)
         gate = None if self.shared_gate is None else self.shared_gate(x, torch.float32)
+        if self.spec.scales_input:
+            x = ops.scale_rows(x, weights.view(-1))
+            _, weights = self.router.choose(logits, normalize=True)  # 1
         return self.experts(x, ids, weights, shared, gate)
 
 

@@ -176,8 +176,8 @@ class _Attention(torch.autograd.Function):
         qkv, *norms = ctx.saved_tensors
         layer, batch, table = ctx.layer, ctx.batch, ctx.table
         *before, v = _heads(qkv, layer)
-        projected = [part.contiguous() for part in before] if norms else before  # q and k before norms and rotation
-        layers = [layer.q_norm, layer.k_norm] if norms else []
+        layers = [] if layer.q_norm is None or layer.k_norm is None else [layer.q_norm, layer.k_norm]
+        projected = [part.contiguous() for part in before] if layers else before  # q and k before norms and rotation
 
         def normed(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
             if not layers:
@@ -207,6 +207,7 @@ class _Attention(torch.autograd.Function):
         of_weights = of_weights if layer.norm_last else norm_gradients(grads, projected)
         if layer.gated:
             grads[0] = torch.stack([grads[0], torch.zeros_like(grads[0])], 2).flatten(1, 2)
+        of_weights = of_weights if norms else []  # norms may have no weights
         return torch.cat([x.to(qkv.dtype) for x in grads], 1).flatten(1), None, None, None, *of_weights
 
 
