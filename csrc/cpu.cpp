@@ -71,7 +71,7 @@ bool has_cheap_widening() {
 
 bool runs_avx512_bf16() {
 #if defined(TOKSERVE_HAS_avx512_bf16)
-  return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16");
+  return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
 #else
   return false;
 #endif

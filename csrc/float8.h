@@ -99,6 +99,72 @@ struct Float8Values {
   }
 };
 
+// Whether columns [kPanel / 2] share the first one's scale, with which no weight of bfloat16 is subnormal or infinite.
+inline bool share_scale(const float* columns) {
+  const float scale = columns[0], magnitude = scale < 0 ? -scale : scale;
+  bool same = magnitude > 0x1p-100f && magnitude < 0x1p100f;
+  for (int64_t c = 1; c < kPanel / 2; c++) same &= columns[c] == scale;
+  return same;
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define TOKSERVE_FLOAT8_TABLES
+// Weights of bfloat16 as float32 where a half of the panel's columns has one scale.  A number's bits are the sum of its
+// mantissa times the scale, which is one of sixteen, and of its exponent and sign.
+struct Float8Tables {
+  static constexpr int kBits = 8;
+  static constexpr int64_t kHalf = kPanel / 2;
+  // The lower and upper bytes of eight subnormal numbers, then of eight normal ones less their exponent; twice.
+  __m256i low[2], high[2];
+
+  // Takes the scales [64] of numbers; false: they cannot be read so.
+  bool set_scales(const float* panel) {
+    if (!share_scale(panel) || !share_scale(panel + kHalf)) return false;
+    for (int half = 0; half < 2; half++) set_half(half, panel[half * kHalf]);
+    return true;
+  }
+  TOKSERVE_INLINE void set_half(int half, float scale) {
+    const __m256 places = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7), unit = _mm256_set1_ps(0x1p-9f);
+    const f32x16 numbers = {_mm256_mul_ps(places, unit),  // the normal ones have the smallest exponent
+                            _mm256_mul_ps(_mm256_add_ps(places, _mm256_set1_ps(8)), unit)};
+    const u32x16 rounded = shr<16>(as_u32(nearest<bf16>(numbers * broadcast(scale))));
+    const __m256i normal = _mm256_sub_epi32(rounded.b, _mm256_set1_epi32(0x80));
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded.a, in_word(normal)), 0xd8);
+    const __m256i lower = _mm256_and_si256(words, _mm256_set1_epi16(0xff)), upper = _mm256_srli_epi16(words, 8);
+    low[half] = _mm256_permute4x64_epi64(_mm256_packus_epi16(lower, lower), 0x88);
+    high[half] = _mm256_permute4x64_epi64(_mm256_packus_epi16(upper, upper), 0x88);
+  }
+  static TOKSERVE_INLINE __m256i in_word(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi32(0xffff)); }
+  // `upper`: bytes in the upper halves of words.
+  static TOKSERVE_INLINE __m256i with_exponent(__m256i mantissa, __m256i upper) {
+    const __m256i rest = _mm256_and_si256(_mm256_srai_epi16(upper, 4), _mm256_set1_epi16(static_cast<short>(0x8780)));
+    return _mm256_add_epi16(mantissa, rest);
+  }
+  static TOKSERVE_INLINE f32x16 as_floats(__m256i first, __m256i second) {
+    return {_mm256_castsi256_ps(first), _mm256_castsi256_ps(second)};
+  }
+  template <class F>
+  TOKSERVE_INLINE void read(const uint8_t* block, int64_t column, const F& f) const {
+    const __m256i lows = low[column / kHalf], highs = high[column / kHalf];
+    const __m256i odd = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+    for (int k = 0; k < kCodeDepth; k += 2, block += kPanel * 2) {
+      if (column % (2 * kLanes) == 0) __builtin_prefetch(block + column * 2 + kCodesAhead, 0, 2);
+      // Unpacking works on halves of the register: each gets eight bytes of either half of the columns.
+      const __m256i bytes = _mm256_permute4x64_epi64(load_words(block + column * 2), 0xd8);
+      const __m256i code = _mm256_and_si256(bytes, _mm256_set1_epi8(0x7f));
+      const __m256i normal = _mm256_or_si256(_mm256_and_si256(bytes, _mm256_set1_epi8(7)), _mm256_set1_epi8(8));
+      const __m256i index = _mm256_min_epu8(code, normal);
+      const __m256i lower = _mm256_shuffle_epi8(lows, index), upper = _mm256_shuffle_epi8(highs, index);
+      const __m256i zero = _mm256_setzero_si256();
+      const __m256i first = with_exponent(_mm256_unpacklo_epi8(lower, upper), _mm256_unpacklo_epi8(zero, bytes));
+      const __m256i second = with_exponent(_mm256_unpackhi_epi8(lower, upper), _mm256_unpackhi_epi8(zero, bytes));
+      f(k, as_floats(_mm256_slli_epi32(first, 16), _mm256_slli_epi32(second, 16)));
+      f(k + 1, as_floats(_mm256_and_si256(first, odd), _mm256_and_si256(second, odd)));
+    }
+  }
+};
+#endif
+
 #if defined(__AVX512BF16__)
 // The same as pairs of bfloat16.
 template <bool SCALED>
@@ -145,6 +211,70 @@ struct Float8Pairs {
 };
 #endif
 
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#define TOKSERVE_FLOAT8_TABLES
+// The same where a half of the panel's columns has one scale: a table has what each of the 128 numbers without a sign
+// becomes.
+struct Float8PairTables {
+  static constexpr int kBits = 8;
+  static constexpr int64_t kHalf = kPanel / 2;
+  __m512i low[2][2], high[2][2];  // lower and upper bytes, by half of the columns and of the numbers
+
+  // Takes the scales [64] of numbers; false: they cannot be read so.
+  bool set_scales(const float* panel) {
+    if (!share_scale(panel) || !share_scale(panel + kHalf)) return false;
+    set_half(0, panel[0]);
+    if (panel[kHalf] != panel[0]) {
+      set_half(1, panel[kHalf]);
+      return true;
+    }
+    for (int part = 0; part < 2; part++) low[1][part] = low[0][part], high[1][part] = high[0][part];
+    return true;
+  }
+  void set_half(int half, float scale) {
+    alignas(64) int16_t places[2 * kLanes];
+    for (int i = 0; i < 2 * kLanes; i++) places[i] = static_cast<int16_t>(i);
+    const __m512 factor = _mm512_set1_ps(scale * kFloat8Unit);
+    __m256i lower[4], upper[4];
+    for (int i = 0; i < 4; i++) {  // 32 numbers each
+      const __m512i codes = _mm512_add_epi16(_mm512_load_si512(places), _mm512_set1_epi16(static_cast<short>(32 * i)));
+      const __m512i halves = _mm512_slli_epi16(codes, 7);
+      const __m512 first = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(halves)), factor);
+      const __m512 second = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)), factor);
+      const __m512i words = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first));
+      lower[i] = _mm512_cvtepi16_epi8(words);
+      upper[i] = _mm512_cvtepi16_epi8(_mm512_srli_epi16(words, 8));
+    }
+    for (int part = 0; part < 2; part++) {
+      low[half][part] = joined(lower[2 * part], lower[2 * part + 1]);
+      high[half][part] = joined(upper[2 * part], upper[2 * part + 1]);
+    }
+  }
+  static TOKSERVE_INLINE __m512i joined(__m256i first, __m256i second) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+  }
+  template <class F>
+  TOKSERVE_INLINE void read(const uint8_t* block, int64_t column, const F& f) const {
+    const int64_t half = column / kHalf;
+    // Unpacking works on quarters of the register: each gets eight bytes of either pair of elements of K.
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), sign = _mm512_set1_epi8(static_cast<char>(0x80));
+    for (int k = 0; k < kCodeDepth; k += 4, block += kPanel * 4) {
+      const uint8_t *one = block + column * 2, *other = one + kPanel * 2;
+      if (column % (2 * kLanes) == 0) {
+        __builtin_prefetch(one + kCodesAhead, 0, 2);
+        __builtin_prefetch(other + kCodesAhead, 0, 2);
+      }
+      const __m512i bytes = _mm512_permutexvar_epi64(order, joined(load_words(one), load_words(other)));
+      const __m512i lower = _mm512_permutex2var_epi8(low[half][0], bytes, low[half][1]);  // the sign does not matter
+      const __m512i unsigned_upper = _mm512_permutex2var_epi8(high[half][0], bytes, high[half][1]);
+      const __m512i upper = _mm512_ternarylogic_epi64(unsigned_upper, bytes, sign, 0x78);  // the first ^ (bytes & sign)
+      f(k, u32x16{_mm512_unpacklo_epi8(lower, upper)});
+      f(k + 2, u32x16{_mm512_unpackhi_epi8(lower, upper)});
+    }
+  }
+};
+#endif
+
 // What reads weights for products of T in a format.
 template <class T, class Format, bool SCALED>
 struct Float8ReaderOf {
@@ -157,6 +287,35 @@ struct Float8ReaderOf<T, Pairs, SCALED> {
 };
 #endif
 
+// What reads the weights of a group of inputs faster than Reader, if their scales allow it.
+template <class Reader>
+struct Float8TablesFor {
+  using Tables = void;
+};
+#if defined(TOKSERVE_FLOAT8_TABLES) && defined(__AVX512BF16__)
+template <>
+struct Float8TablesFor<Float8Pairs<true>> {
+  using Tables = Float8PairTables;
+};
+#elif defined(TOKSERVE_FLOAT8_TABLES)
+template <>
+struct Float8TablesFor<Float8Values<bf16, true>> {
+  using Tables = Float8Tables;
+};
+#endif
+
+// f(reader) with what reads the weights of a group of inputs, whose scales are [64].
+template <class Reader, class F>
+TOKSERVE_INLINE void with_scales(Reader& reader, const float* scales, const F& f) {
+  using Tables = typename Float8TablesFor<Reader>::Tables;
+  if constexpr (!std::is_void_v<Tables>) {
+    Tables tables;
+    if (tables.set_scales(scales)) return f(tables);
+  }
+  reader.set_scales(scales);
+  f(reader);
+}
+
 // Elements [k, end) of K of panel `index`, multiples of kCodeDepth, times their scales, in the format's layout.
 template <class Format, class Reader>
 void unpack_scaled(const Wna16Args& a, Reader& reader, int64_t index, int64_t k, int64_t end,
@@ -167,8 +326,7 @@ void unpack_scaled(const Wna16Args& a, Reader& reader, int64_t index, int64_t k,
   while (k < end) {
     const int64_t stop = min(end, (k / group + 1) * group);
     expand(a.scales, index, groups, k / group, 1, scales);
-    reader.set_scales(scales);
-    unpack<Format>(reader, panel + k * kPanel, stop - k, out);
+    with_scales(reader, scales, [&](const auto& now) { unpack<Format>(now, panel + k * kPanel, stop - k, out); });
     out += (stop - k) * kPanel;
     k = stop;
   }

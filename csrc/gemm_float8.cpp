@@ -87,11 +87,12 @@ struct Float8Product {
   // Whether weights are unpacked in registers, for each tile of rows, or into memory, for all.
   bool unpacks_in_registers() const { return rows <= (Format::kDepth == 2 ? 2 : 3); }
 
-  // Elements [k, end) of K within one group, in registers, into `to`.
-  void continue_sums(int64_t index, int64_t k, int64_t end, bool begin, float* to) {
+  // Elements [k, end) of K within one group, read by `with`, in registers, into `to`.
+  template <class AnyReader>
+  void continue_sums(const AnyReader& with, int64_t index, int64_t k, int64_t end, bool begin, float* to) {
     const uint8_t* panel = a.packed + (index * depth + k) * kPanel;
     with_rows<3>(rows, [&](auto n) {
-      continue_chain<Format, n()>(x + k, stride, panel, reader, end - k, to, begin ? nullptr : ones);
+      continue_chain<Format, n()>(x + k, stride, panel, with, end - k, to, begin ? nullptr : ones);
     });
   }
 
@@ -107,8 +108,9 @@ struct Float8Product {
     if (unpacks_in_registers()) {
       for (int64_t g = 0; g < groups; g++) {
         expand(a.scales, index, groups, g, 1, scales);
-        reader.set_scales(scales);
-        continue_sums(index, g * group, min((g + 1) * group, depth), g == 0, sums);
+        with_scales(reader, scales, [&](const auto& now) {
+          continue_sums(now, index, g * group, min((g + 1) * group, depth), g == 0, sums);
+        });
       }
       return;
     }
@@ -121,7 +123,7 @@ struct Float8Product {
 
   // Products of numbers within one group, into `to`.
   void multiply(int64_t index, int64_t k, int64_t end, float* to) {
-    if (unpacks_in_registers()) return continue_sums(index, k, end, true, to);
+    if (unpacks_in_registers()) return continue_sums(reader, index, k, end, true, to);
     for (bool begin = true; k < end; k += kUnpackedDepth, begin = false) {
       const int64_t stop = min(k + kUnpackedDepth, end);
       unpack<Format>(reader, a.packed + (index * depth + k) * kPanel, stop - k, weights);

@@ -87,7 +87,7 @@ def _can_run_arm() -> bool:
 
 
 def _has_bf16_dot_product() -> bool:
-    return CPUS.is_file() and "avx512_bf16" in CPUS.read_text(encoding="utf-8").split()
+    return CPUS.is_file() and {"avx512_bf16", "avx512vbmi"} <= set(CPUS.read_text(encoding="utf-8").split())
 
 
 def time_slice() -> int:
@@ -234,10 +234,10 @@ ARM = Need(
     "x86-64; apt-get install g++-aarch64-linux-gnu qemu-user cmake g++",
 )
 BF16 = Need(
-    "a processor with AVX512-BF16",
+    "a processor with AVX512-BF16 and AVX512-VBMI",
     ("ops/test_amx.py",),
     _has_bf16_dot_product,
-    "AMD Zen 4 or later, Intel Cooper Lake or Sapphire Rapids or later",
+    "AMD Zen 4 or later, Intel Sapphire Rapids or later",
 )
 TIME_SLICES = Need("time slices of threads", ("root/test_processes.py",), _has_time_slices, "Linux 6.12 or later")
 GPU = Need(

@@ -32,7 +32,7 @@ if "avx512_bf16" not in _C.instruction_sets():
 BF16 = torch.bfloat16
 SMALLEST = 2.0**-126  # normal float32
 FEATURES = ["avx2", "fma", "f16c", "avx512f", "avx512vl", "avx512bw", "avx512dq", "avx512vnni", "avx512bf16"]
-FEATURES += ["amx-tile", "amx-bf16"]
+FEATURES += ["avx512vbmi", "amx-tile", "amx-bf16"]
 TileProduct = Callable[[bytes, bytes, bytes], bytes]
 
 

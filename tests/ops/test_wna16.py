@@ -123,15 +123,16 @@ def test_mxfp4_has_the_bits_of_the_bfloat16_weight(name: str) -> None:
         assert torch.equal(result, call(name, "linear", x, plain, None, None))
 
 
-def float8_weight(rows: int, columns: int, group: int, seed: int = 1) -> QuantizedRows:
-    """Every byte of e4m3 but not-a-number; scales of many sizes, some of which make subnormal numbers."""
+def float8_weight(rows: int, columns: int, group: int, seed: int = 1, block: int = 1) -> QuantizedRows:
+    """Every byte of e4m3 but not-a-number; scales of many sizes, some of which make subnormal numbers, and each of
+    which `block` rows share."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, (rows, columns), generator=generator, dtype=torch.uint8)
     codes = torch.where((codes & 127) == 127, 64, codes)
-    powers = torch.randint(-12, 3, (rows, -(-columns // group)), generator=generator)
+    powers = torch.randint(-12, 3, (-(-rows // block), -(-columns // group)), generator=generator)
     scales = torch.exp2(powers) * (1 + torch.rand(powers.shape, generator=generator))
     scales[-1] *= 2.0**-118
-    return QuantizedRows(codes, None, group, scales, float8=True)
+    return QuantizedRows(codes, None, group, scales.repeat_interleave(block, 0)[:rows].contiguous(), float8=True)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -150,6 +151,28 @@ def test_float8_has_the_bits_of_the_rounded_weight(
             x = normal(dtype, tokens, tokens, columns)
             result = call("cpp", f"{op}_wna16", x, packed, None, None)
             assert torch.equal(result, call("cpp", op, x, plain, None, None))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("block", [32, 128, 384])
+def test_float8_in_blocks_has_the_bits_of_the_rounded_weight(
+    isa: str, block: int, selected: Callable[[str], None]
+) -> None:
+    """Scales that all columns of a panel share, of either sign, and of sizes at which weights become subnormal or
+    zero."""
+    selected(isa)
+    weight = float8_weight(384, 640, 64, block=block)
+    factors = (1.0, -1.0, 2.0**-98, -(2.0**-87), 2.0**-110, 2.0**-118, 2.0**-140, 0.0, 2.0**99, -(2.0**110))
+    weight.scales.mul_(torch.tensor(factors))
+    dense = weight.dense().to(torch.bfloat16)
+    x = torch.eye(640, dtype=torch.bfloat16)[5::16]  # the product is a weight, of each group some
+    x[-1] = normal(torch.bfloat16, 1, 640)
+    for op, pack in (("linear", "pack"), ("gated_linear", "pack_gated")):
+        packed = call("cpp", f"{pack}_wna16", [weight])
+        plain = call("cpp", pack if op == "gated_linear" else "pack_linear", dense)
+        for rows in (*x.split(1), *x.split(2), *x.split(3), x):
+            result = call("cpp", f"{op}_wna16", rows, packed, None, None)
+            assert torch.equal(result, call("cpp", op, rows, plain, None, None))
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
