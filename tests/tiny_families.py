@@ -208,6 +208,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         },
     ),
+    "gpt_neox": ("GPTNeoXForCausalLM", {"hidden_act": "gelu", "layer_norm_eps": 1e-5, "rotary_pct": 0.25}),
     "solar_open": (
         "SolarOpenForCausalLM",
         {

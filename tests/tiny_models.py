@@ -123,7 +123,7 @@ def write_checkpoint(directory: Path, hf: Mapping[str, Any], *, seed: int = 0, s
     named = {name: tensor.to(dtype) for name, tensor in tensors(parameters, seed)}
     if spec.vision is not None:
         named = _as_released(named, spec)
-    if isinstance(spec, EncoderSpec) or any(new.startswith("model.layers.0.") for _, new in spec.renames):
+    if isinstance(spec, EncoderSpec) or any(_is_of_checkpoints(*pair) for pair in spec.renames):
         named = {_stored_name(name, spec): tensor for name, tensor in named.items()}
     if shards == 1:
         save_file(named, directory / SINGLE, metadata={"format": "pt"})
@@ -138,6 +138,11 @@ def write_checkpoint(directory: Path, hf: Mapping[str, Any], *, seed: int = 0, s
     index = {"metadata": {"total_size": size}, "weight_map": places}
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return directory
+
+
+def _is_of_checkpoints(old: str, new: str) -> bool:
+    """Whether the first is what checkpoints have, not what they may have, too."""
+    return new.startswith("model.layers.0.") or old in ("gpt_neox.", "transformer.", "model.decoder.")
 
 
 def _stored_name(name: str, spec: DecoderSpec) -> str:

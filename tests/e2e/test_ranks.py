@@ -76,7 +76,7 @@ def reference(directory: Path) -> np.ndarray[Any, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "phi3", "gemma2", "mixtral", "deepseek_v3", "lfm2", "bamba", "gpt_oss"]
+    "family", ["llama", "qwen3", "phi3", "gemma2", "mixtral", "deepseek_v3", "lfm2", "bamba", "gpt_oss", "gpt_neox"]
 )
 @pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}], ids=["tp2", "tp4"])
 def test_exact_within_a_size_and_close_to_transformers(family: str, ranks: dict[str, int], tmp_path: Path) -> None:

@@ -64,6 +64,8 @@ OPTIONAL: dict[str, tuple[Any, ...]] = {  # where the family's config has them
     "dim_model_base": (None, 16),
     "position_embedding_type": ("rope", "nope", None),
     "layer_norm_eps": (1e-5, 1e-3),
+    "rotary_pct": (0.25, 0.5, 1.0),
+    "use_parallel_residual": (True, False),
     "block_auto_adjust_ff_dim": (True, False),
     "qk_nope_head_dim": (4, 12),
     "qk_rope_head_dim": (4, 8, 16),
@@ -85,6 +87,7 @@ YARN: dict[str, tuple[Any, ...]] = {
 
 # transformers fails without it; a Gemma 4 so narrow would have heads of 256
 NEED_HEAD_DIM = ("gemma4_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "mixtral")
+OF_HIDDEN_SIZE = ("gpt_neox",)  # whose heads divide it
 
 
 def random_config(family: str, seed: int) -> dict[str, Any]:
@@ -141,6 +144,9 @@ def _heads(rng: random.Random, hf: dict[str, Any], family: str) -> None:
     hf["num_key_value_heads"] = rng.choice([count for count in range(1, heads + 1) if heads % count == 0])
     if "kv_lora_rank" in hf:
         hf |= {"num_key_value_heads": heads, "head_dim": hf["qk_rope_head_dim"]}
+    elif family in OF_HIDDEN_SIZE:
+        hf["hidden_size"] = heads * rng.choice((8, 16, 24))
+        del hf["head_dim"]
     elif family == "bamba" or "rotary_dim" in hf or "partial_rotary_factor" in hf | (hf["rope_parameters"] or {}):
         hf["head_dim"] = rng.choice((8, 16, 24))  # any part is even
         if family == "stablelm":  # which does not read head_dim

@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from tests.tiny_families import FAMILIES
 from tests.tiny_models import tiny_config
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
+from tokserve.layers.places import gather
 from tokserve.layers.rope import RopeSpec
 from tokserve.models import dummy
 from tokserve.models.block import AROUND
@@ -183,5 +185,12 @@ def test_every_tensor_but_those_of_experts_can_be_changed_by_elements(family: st
     lost = {name.removesuffix(".weight") for name, one in parameters.items() if not one.places()}
     assert all("expert" in name or name.endswith(("_correction_bias", ".kv_b_proj", ".sinks")) for name in lost)
     for name, tensor in dummy.tensors(parameters, 0):
-        if len(tensor.shape) == 1 and parameters[name].places():
-            assert torch.equal(parameters[name].places()[0].read(0, len(tensor)).float(), tensor)
+        if places := parameters[name].places():
+            held, indices = parameters[name].held, np.arange(0, tensor.numel(), 3)
+            read, local = places[0].read, indices
+            if held is None:
+                actual = read(0, len(tensor))
+            else:  # in another order
+                actual, (_, local) = held.spread(read, 0, torch.zeros_like(tensor)), held.local(indices, tensor.shape)
+            assert torch.equal(actual.float().view(tensor.shape), tensor)
+            assert torch.equal(gather(places[0], places[0].positions(local), torch.float32), tensor.flatten()[indices])

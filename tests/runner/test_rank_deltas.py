@@ -24,6 +24,7 @@ from tokserve.features.weights.rank_sums import RankSums, merged
 from tokserve.layers.parallel import Group, Stage
 from tokserve.models.decoder import Decoder
 from tokserve.models.load import load_decoder
+from tokserve.models.weights import model_name
 from tokserve.rl.deltas import difference
 from tokserve.rl.sums import Sums, set_checksum, tensor_sum
 
@@ -94,7 +95,8 @@ def changed(old: dict[str, Tensor], generator: torch.Generator) -> dict[str, Ten
 
 def rounded(model: Coordinates, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     tensors = {model.tied.get(name, name): tensor for name, tensor in weights.items()}
-    return {name: tensor.to(model.described[name][0]).contiguous() for name, tensor in tensors.items()}
+    named = {model_name(name, model.renames) or name: tensor for name, tensor in tensors.items()}
+    return {name: tensor.to(model.described[name][0]).contiguous() for name, tensor in named.items()}
 
 
 def written(directory: Path, hf: dict[str, Any], weights: dict[str, Tensor]) -> Path:
@@ -106,7 +108,15 @@ def written(directory: Path, hf: dict[str, Any], weights: dict[str, Tensor]) -> 
 @pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("family", "tensor", "stages"),
-    [("qwen3", 2, 1), ("qwen3", 4, 1), ("qwen3", 1, 2), ("gemma3_text", 2, 2), ("phi3", 2, 1), ("qwen2", 4, 1)],
+    [
+        ("qwen3", 2, 1),
+        ("qwen3", 4, 1),
+        ("qwen3", 1, 2),
+        ("gemma3_text", 2, 2),
+        ("phi3", 2, 1),
+        ("qwen2", 4, 1),
+        ("gpt_neox", 2, 1),
+    ],
 )
 def test_each_rank_has_what_it_would_have_loaded(family: str, tensor: int, stages: int, tmp_path: Path) -> None:
     ops.bind("cpu", {})

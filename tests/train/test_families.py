@@ -48,6 +48,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("exaone4", {}),
     "stablelm": ("stablelm", {}),
     "nemotron": ("nemotron", {"attention_bias": True}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     "solar_open": ("solar_open", {}),
     "seed_oss-gelu": ("seed_oss", {"hidden_act": "gelu"}),
     "ernie4_5": ("ernie4_5", {}),
@@ -72,7 +74,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", {}),
     "granitemoehybrid-states": ("granitemoehybrid", {}),
 }
-FAST = ("gemma2", "phi3", "olmo2", "cohere", "starcoder2", "qwen2_moe")
+FAST = ("gemma2", "phi3", "olmo2", "cohere", "starcoder2", "qwen2_moe", "gpt_neox")
 EVERY = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 

@@ -43,6 +43,7 @@ class AttentionSpec:
     `norm_scope` "all" of all heads of a token together, before the rotation, or with `norm_last` after it.
     `qkv_names`: the checkpoint's names of the tensors that form the first projection, one or three, or two where values
     are keys before their norm; the others are names, too.
+    `by_head`: one tensor forms it, with the queries that share a key head, that key head and its value head together.
     `ahead`: in a model that reads both ways, how many keys after itself a query of window attention sees.
     `gated`: the tensor of queries has a gate behind each head, whose sigmoid multiplies what the head brings.
     `sinks`: each head has a score beside those of its keys, whose value is zero.
@@ -70,6 +71,7 @@ class AttentionSpec:
     ahead: int = 0
     query_growth: QueryGrowth | None = None
     value_eps: float = 0.0
+    by_head: bool = False
 
     def layer(self, hidden: int, options: LayerOptions) -> Attention:
         """The layer without weights."""
@@ -353,6 +355,9 @@ def _shards(spec: AttentionSpec, group: Group) -> tuple[dict[str, int], dict[str
     rows of it this rank has."""
     width = spec.dim * (2 if spec.gated else 1)
     queries, keys = spec.heads * width, spec.kv_heads * spec.dim
+    if spec.by_head:
+        (name,) = spec.qkv_names
+        return {name: queries + 2 * keys}, {name: _spans_by_head(spec, group)}
     first, number = group.span(spec.heads, "heads")
     spans = [Span(first * width, number * width)]
     first, number = group.heads(spec.kv_heads, "kv heads")
@@ -364,3 +369,15 @@ def _shards(spec: AttentionSpec, group: Group) -> tuple[dict[str, int], dict[str
     (name,), starts = spec.qkv_names, (0, queries, queries + keys)
     spans = [Span(start + span.start, span.length) for start, span in zip(starts, spans, strict=True)]
     return {name: queries + 2 * keys}, {name: spans}
+
+
+def _spans_by_head(spec: AttentionSpec, group: Group) -> list[Span]:
+    """Where this rank's queries, keys and values are, each of all its heads in order, in a tensor with the queries of a
+    key head before that and its values."""
+    shared, dim = spec.heads // spec.kv_heads, spec.dim
+    size = (shared + 2) * dim
+    first, number = group.span(spec.heads, "heads")
+    queries = [Span(head // shared * size + head % shared * dim, dim) for head in range(first, first + number)]
+    first, number = group.heads(spec.kv_heads, "kv heads")
+    keys = [Span(head * size + shared * dim, dim) for head in range(first, first + number)]
+    return [*queries, *keys, *(Span(start + dim, dim) for start, _ in keys)]

@@ -18,7 +18,7 @@ from torch import Tensor
 from tokserve import ops
 from tokserve.layers.low_rank import LayerAdapters, LowRank
 from tokserve.layers.options import LayerOptions
-from tokserve.layers.parallel import Span, Split
+from tokserve.layers.parallel import Span, Split, is_whole
 from tokserve.layers.parameter import Parameter, StoredWeight, as_dense, part_of
 from tokserve.layers.places import NOWHERE, MatrixPlace, TensorPart, VectorPlace
 from tokserve.layers.quant import Packed, gated, pack_rows
@@ -31,8 +31,9 @@ class Linear:
     """y = x W^T + b; `shards` maps names to numbers of output features, in the order of the output.
 
     `split`: how the ranks of the options' group divide the weight.  By "column", each computes a part of every shard's
-    outputs, equal ones unless `rows` says which of a shard; by "row", each takes a part of the inputs, and y is the sum
-    of the ranks' results in rank order, of which the first has the bias; with `adds` False a rank's own result.
+    outputs, equal ones unless `rows` says which of a shard, and in which order; by "row", each takes a part of the
+    inputs, and y is the sum of the ranks' results in rank order, of which the first has the bias; with `adds` False a
+    rank's own result.
     `inputs` and `shards` are the checkpoint's; the attributes of these names are the rank's.
     `packed`: the weight as the method packs it; a tied layer is given its owner's.
     """
@@ -55,10 +56,11 @@ class Linear:
         self._adds = adds and self._split == "row"
         self.inputs = self._group.share(inputs, "the input width") if split == "row" else inputs
         spans = rows or {}
-        self._spans = {
-            shard: tuple(spans[shard] if shard in spans else (self._group.span(outputs, shard),))
-            for shard, outputs in (shards.items() if self._split == "column" else ())
-        }
+        if self._split == "column":
+            spans = {shard: (self._group.span(outputs, shard),) for shard, outputs in shards.items()} | dict(spans)
+        else:
+            spans = {shard: parts for shard, parts in spans.items() if not is_whole(parts, shards[shard])}
+        self._spans = {shard: tuple(parts) for shard, parts in spans.items()}
         self.shards = dict(shards) | {shard: sum(span.length for span in spans) for shard, spans in self._spans.items()}
         self.outputs = sum(self.shards.values())
         self.dtype = options.dtype
@@ -157,7 +159,7 @@ class Linear:
         if self.bias is None:
             raise ValueError(f"{shard} has no bias")
         _check_shape(shard, tensor, self._shape(shard)[:1])
-        if self._split == "column":
+        if shard in self._spans:
             tensor = torch.cat([tensor.narrow(0, *span) for span in self._spans[shard]])
         if self._split != "row" or self._group.rank == 0:
             self._rows(self.bias, shard).copy_(tensor)
@@ -191,8 +193,8 @@ class Linear:
         return LowRank(weights.down.narrow(1, *spans[0]), weights.up, weights.scale)
 
     def held(self, shard: str) -> TensorPart | None:
-        """What this rank has of a shard's weight; None: all of it."""
-        if self._split == "column":
+        """What this rank has of a shard's weight, in the order of the output; None: all of it, as it is."""
+        if shard in self._spans:
             return TensorPart(0, self._spans[shard])
         if self._split == "row":
             return TensorPart(1, (Span(self._group.rank * self.inputs, self.inputs),))

@@ -6,6 +6,7 @@ else.  This file knows no transport; `features/ranks/collectives` does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -23,6 +24,12 @@ class Span(NamedTuple):
 
     start: int
     length: int
+
+
+def is_whole(spans: Sequence[Span], total: int) -> bool:
+    """Whether the spans are all rows 0 .. total - 1, in order."""
+    ends = [0, *(start + length for start, length in spans)]
+    return ends[-1] == total and all(span.start == end for span, end in zip(spans, ends, strict=False))
 
 
 class Collectives(Protocol):

@@ -80,7 +80,8 @@ class NoMLP:
 class BlockSpec:
     """One layer.  `norm` is at the places that `norms` says.
 
-    `parallel`: the MLP is given what attention is given, and both are added to the residual stream.
+    `parallel`: attention and MLP are given the residual stream before either is added to it, the MLP after the same
+    norm, unless it has one of its own.
     `attention` may be a layer with a recurrent state in its place.  With a `NoMLPSpec` the layer adds what comes of
     attention alone; if it is `parallel` too, the next layer's attention is given what its own is given.
     `residual_multiplier`: of what is added to the stream.  `mlp_name`, `attention_name`: of their modules in a
@@ -115,6 +116,7 @@ class DecoderBlock:
         self.has_mlp = not isinstance(self.mlp, NoMLP)
         self.factor_name = spec.factor_name
         self.factor = torch.ones(1, device=ops.torch_device) if spec.factor_name else None  # [1] float32
+        self.has_two_norms = spec.parallel and bool(spec.norms.before_mlp)
 
     def linears(self) -> dict[str, Linear]:
         """The projections, each after the Hugging Face name of the module that it is in."""

@@ -286,9 +286,10 @@ class Decoder:
             mixed = block.attention(x, batch, layer - self.numbers.start, tables[rope], logits_rows)
             if logits_rows is not None:
                 residual = residual.index_select(0, logits_rows.tokens)
-                x = x.index_select(0, logits_rows.tokens) if block.parallel else x
+                x = x.index_select(0, logits_rows.tokens) if block.parallel and not block.has_two_norms else x
             mixed = block.attention_post_norm(mixed)
             if block.parallel:
+                x = block.mlp_norm(residual) if block.has_two_norms else x
                 residual = ops.add_residual(mixed, residual, block.residual_multiplier)
             elif not block.has_mlp:
                 x = mixed

@@ -32,11 +32,14 @@ GAINS = {
     "q_proj": 1.5,
     "k_proj": 1.5,
     "qkv_proj": 1.3,
+    "query_key_value": 1.3,
     "o_proj": 0.6,
+    "dense": 0.6,
     "out_proj": 0.3,
     "down_proj": 1.6,
     "output_linear": 1.6,
     "c_proj": 1.6,
+    "dense_4h_to_h": 1.6,
 }
 
 

@@ -49,6 +49,7 @@ ARCHITECTURES = {
     "Glm4MoeForCausalLM": "tokserve.families.mixtures.moe:glm4_moe",
     "Glm4MoeLiteForCausalLM": "tokserve.families.latent.deepseek:glm4_moe_lite",
     "GlmForCausalLM": "tokserve.models.dense.glm:glm",
+    "GPTNeoXForCausalLM": "tokserve.models.dense.gpt_neox:gpt_neox",
     "GptOssForCausalLM": "tokserve.families.mixtures.gpt_oss:gpt_oss",
     "GraniteForCausalLM": "tokserve.models.dense.granite:granite",
     "GraniteMoeForCausalLM": "tokserve.families.mixtures.granite_moe:granite_moe",

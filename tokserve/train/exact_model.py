@@ -101,7 +101,7 @@ def exact(
         share_prefixes=share_prefixes,
         device=_device_of(causal),
     )
-    base, head = causal.get_submodule("model"), causal.get_submodule("lm_head")
+    base, head = _backbone(causal), causal.get_submodule("lm_head")
     if type(head) is not nn.Linear and not isinstance(head, _ExactHead):
         raise TypeError(f"lm_head is a {type(head).__qualname__}: only a plain one is supported")
     try:
@@ -126,7 +126,7 @@ def _causal(model: nn.Module) -> Any:
     if not all(hasattr(causal, name) for name in ("config", "save_pretrained", "parameters")):
         raise TypeError(f"a transformers causal language model is needed, got {type(model).__qualname__}")
     name = type(causal).__name__
-    if name not in ARCHITECTURES or not hasattr(causal, "lm_head") or not hasattr(causal, "model"):
+    if name not in ARCHITECTURES or not hasattr(causal, "lm_head") or not hasattr(causal, causal.base_model_prefix):
         raise ValueError(f"architecture {name} is not supported; supported are: {', '.join(ARCHITECTURES)}")
     config: dict[str, Any] = causal.config.to_dict()
     if config.get("quantization_config"):
@@ -137,6 +137,12 @@ def _causal(model: nn.Module) -> Any:
         if config.get(name):
             raise ValueError(f"config.{name} is {config[name]}; the server drops nothing out: set it to 0.0")
     return causal
+
+
+def _backbone(causal: Any) -> nn.Module:
+    """All of the model but its head."""
+    base: nn.Module = causal.get_submodule(causal.base_model_prefix)
+    return base
 
 
 def _device_of(causal: Any) -> str:
@@ -155,8 +161,8 @@ def _dtype_of(causal: Any) -> str:
 def _spec(causal: Any, device: str) -> DecoderSpec:
     config = causal.config.to_dict() | {"architectures": [type(causal).__name__]}
     spec = trainable_spec(config)
-    base, head = causal.get_submodule("model"), causal.get_submodule("lm_head").weight
-    tied = head is projections.collect(base, [EMBEDDING], PREFIX, head.device).masters[EMBEDDING]
+    base, head = _backbone(causal), causal.get_submodule("lm_head").weight
+    tied = head is projections.collect(base, [EMBEDDING], PREFIX, head.device, spec.renames).masters[EMBEDDING]
     if tied != spec.tied:
         spec = trainable_spec(config | {"tie_word_embeddings": tied})
     if spec.logits_multiplier != 1.0 or spec.logits_softcap:
@@ -260,7 +266,7 @@ class _ExactCausalLM(_ExactModule):
     ) -> list[Tensor]:
         """Logprobs as `PolicyModel.logprobs` gives them: of lists of ids, without padding, and without logits of what
         is not scored."""
-        base, served = self.get_submodule("model"), self._served
+        base, served = _backbone(self), self._served
         requests = checked(
             sequences,
             starts,

@@ -66,6 +66,7 @@ KNOWN: dict[type, set[str]] = {
         "gated",
         "query_growth",
         "value_eps",
+        "by_head",
     },
     MLPSpec: {"inner", "activation", "bias", "gated", "up_names", "down_name"},
     MixtureSpec: {

@@ -102,7 +102,7 @@ class Coordinates:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor), in host memory.  Raises Conflict if this rank has only parts of them."""
-        if any(one.held is not None for one in self._parameters.values()):
+        if any(one.share < 1.0 for one in self._parameters.values()):
             raise Conflict("after a delta no rank has whole tensors to compute checksums of; weight_info has the set's")
         for name, parameter in self._parameters.items():
             dtype, shape = self.described[name]

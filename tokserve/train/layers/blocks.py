@@ -14,6 +14,7 @@ from tokserve.layers.attention import Attention
 from tokserve.layers.linear import GatedLinear, Linear
 from tokserve.layers.mlp import GatedMLP
 from tokserve.layers.norm import NoNorm
+from tokserve.layers.parameter import as_dense
 from tokserve.models.block import DecoderBlock
 from tokserve.train.adapters import lora_a_name, lora_b_name
 from tokserve.train.batch import PackedBatch
@@ -80,6 +81,7 @@ class BlockPass:
             mixed = self._attention(x, attention, block.attention_name)
         mixed = self._norm(mixed, block.attention_post_norm, names.after_attention)
         if block.parallel:
+            x = self._norm(residual, block.mlp_norm, names.before_mlp) if block.has_two_norms else x
             residual = norms.add_residual(mixed, residual, multiplier)
         else:
             before_mlp = norm_masters(masters, names.before_mlp)
@@ -106,18 +108,22 @@ class BlockPass:
         return self._linear(recurrence(projected, layer, self.batch, vectors), layer.out, module)
 
     def _linear(self, x: Tensor, layer: Linear, module: str) -> Tensor:
-        names = {shard: f"{module}.{shard}" for shard in layer.shards}
-        weights = [self.masters[f"{name}.weight"] for name in names.values()]
-        biases = [] if layer.bias is None else [self.masters[f"{name}.bias"] for name in names.values()]
+        names = {shard: joined(module, shard) for shard in layer.shards}
+        weights = [self._rows(f"{name}.weight", layer, shard) for shard, name in names.items()]
+        biases = [self._rows(f"{name}.bias", layer, shard) for shard, name in names.items() if layer.bias is not None]
         out = functions.linear(x, layer, weights, biases, self.products)
         factors = [
             functions.Factors(
-                shard, self.masters[lora_a_name(name)], self.masters[lora_b_name(name)], self.scales[name]
+                shard, self.masters[lora_a_name(name)], self._rows(lora_b_name(name), layer, shard), self.scales[name]
             )
             for shard, name in names.items()
             if name in self.scales
         ]
         return functions.low_rank(out, x, layer, factors) if factors else out
+
+    def _rows(self, name: str, layer: Linear, shard: str) -> Tensor:
+        """A master whose rows are a shard's outputs, in the order in which the layer has them."""
+        return as_dense(layer.part(shard, self.masters[name]))
 
     def _norm(self, x: Tensor, layer: NoNorm, name: str) -> Tensor:
         return norms.norm(x, layer, norm_masters(self.masters, name))

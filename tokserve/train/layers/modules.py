@@ -116,10 +116,10 @@ class DecoderModules:
             names = (lora_a_name(module), lora_b_name(module))
             if names[0] in masters and self._changed(names, masters, everything):
                 name, shard = self._targets[module]
-                slots = self._linears[name].lora
-                assert isinstance(slots, LoraSlots)
+                linear = self._linears[name]
+                assert isinstance(linear.lora, LoraSlots)
                 factors = [masters[name].detach() for name in names]
-                slots.place(0, shard, LowRank(factors[0], factors[1], scale))
+                linear.lora.place(0, shard, linear.adapter_part(shard, LowRank(factors[0], factors[1], scale)))
 
     def _changed(self, names: Sequence[str], masters: Masters, everything: bool) -> bool:
         stamps = {name: fingerprint(masters[name]) for name in names}

@@ -38,7 +38,7 @@ def collect(
     """The parameters of `base` that the server calls `prefix` + their name in it.  Raises ValueError, TypeError, also
     for those that are not on a device of this kind.
     `renames`: parts of transformers' names, and what they are in the server's where these differ."""
-    weights, renames = ModelWeights(), tuple(renames)
+    weights, renames = ModelWeights(), tuple((old, new) for old, new in renames if new)
     for name in names:
         module, leaf = _module_of(base, name, prefix, renames)
         place = name.rpartition(".")[0]
