@@ -123,6 +123,25 @@ void scale_rows(const Tensor& x, const Tensor& factors, const Tensor& out) {
   });
 }
 
+void scale_choices(const Tensor& weights, const Tensor& ids, const Tensor& factors, const Tensor& out) {
+  const char* op = "scale_choices";
+  require(weights, Kind::f32, {-1, -1}, op, "weights must be float32 [T,k]");
+  const int64_t tokens = weights.size(0), k = weights.size(1);
+  require(ids, Kind::i32, {tokens, k}, op, "ids must be int32 [T,k]");
+  require(factors, Kind::f32, {-1}, op, "factors must be float32 [E]");
+  require(out, Kind::f32, {tokens, k}, op, "out must be like weights");
+  const float *from = weights.data<float>(), *of_expert = factors.data<float>();
+  const int32_t* expert = ids.data<int32_t>();
+  float* to = out.data<float>();
+  const int64_t count = tokens * k, experts = factors.size(0);
+  launch([=] {
+    for (int64_t i = 0; i < count; i++) {
+      require(expert[i] >= 0 && expert[i] < experts, op, "an id is no expert's");
+      to[i] = from[i] * of_expert[expert[i]];
+    }
+  });
+}
+
 void norm_values(const Tensor& x, int64_t heads, int64_t dim, float eps, bool copied, const Tensor& out) {
   const char* op = "norm_values";
   const DType dtype = float_type(x, op);
@@ -281,6 +300,7 @@ void bind_elementwise(nb::module_& m) {
   m.def("cap", cap);
   m.def("scale_by_position", scale_by_position);
   m.def("scale_rows", scale_rows);
+  m.def("scale_choices", scale_choices);
   m.def("norm_values", norm_values);
   m.def("gate_inputs", gate_inputs);
   m.def("activate", activate);

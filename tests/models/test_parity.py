@@ -43,6 +43,7 @@ SCANS = {  # what state-space layers of Granite 4 add
     "mamba_chunk_size": 16,
     "position_embedding_type": None,
 }
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 40}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -125,6 +126,7 @@ CASES |= {
     ),
     "gemma3-caps": ("gemma3_text", {"final_logit_softcapping": 7.0}),
     "gemma4": ("gemma4_text", {}),
+    "gemma4-experts": ("gemma4_text", GEMMA4_EXPERTS),
     "gemma4-values": (
         "gemma4_text",
         {

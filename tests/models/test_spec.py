@@ -318,7 +318,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is all"),
     ("gemma4_text", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input is 8"),
     ("gemma4_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers is 1"),
-    ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block"),
+    ("gemma4_text", {"enable_moe_block": True}, "top_k_experts is missing"),
     ("gemma4_text", {"per_layer_config": {"3": {}}}, "per_layer_config names '3'"),
     ("gemma4_text", {"per_layer_config": {"1": {"rms_norm_eps": 1}}}, "per_layer_config.1 has attributes besides"),
     ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok is 2"),

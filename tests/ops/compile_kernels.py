@@ -152,6 +152,7 @@ def calls(sizes: list[int], *, has_float8: bool, is_dependent: bool, wide_heads:
     downs = [ops.PackedWeight(hidden, inner, BF16, torch.empty(hidden, inner, dtype=BF16))] * count
     call["route"](torch.empty(rows, count), torch.empty(count), 8, True, 8, 4, True, True, 0.0, 2.5)
     call["route"](torch.empty(rows, count), None, 8, False, 1, 1, False, True, 0.0, 1.0)
+    call["scale_choices"](torch.empty(rows, 8), torch.zeros(rows, 8, dtype=INT), torch.empty(count))
     for tokens in sizes:
         shared = torch.empty(tokens, hidden, dtype=BF16)
         ids = torch.zeros(tokens, 8, dtype=INT)

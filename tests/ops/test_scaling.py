@@ -19,6 +19,8 @@ MALFORMED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "factors: too few": ("scale_rows", (X, FACTORS[:2])),
     "factors: dtype": ("scale_rows", (X, FACTORS.half())),
     "values: too many heads": ("norm_values", (X, 3, 32, 1e-6)),
+    "choices: no such expert": ("scale_choices", (X, torch.full((3, 64), 3).int(), FACTORS)),
+    "choices: dtype of ids": ("scale_choices", (X, torch.zeros(3, 64).long(), FACTORS)),
     "inputs: no such layer": ("gate_inputs", (X, X, 1, "silu")),
     "inputs: other rows": ("gate_inputs", (X, X[:2], 0, "silu")),
 }

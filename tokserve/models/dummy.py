@@ -77,7 +77,9 @@ def _scale(name: str, width: int, tied: bool) -> tuple[float, float]:
         return middle, 0.1 * middle
     if name.endswith(("q_norm.weight", "k_norm.weight", "q_layernorm.weight", "k_layernorm.weight")):
         return 1.5, 0.1
-    if name.endswith((*NORMS, "layer_scalar")):
+    if name.endswith(
+        (*NORMS, "layer_scalar", "router.scale", "per_expert_scale", "layernorm_1.weight", "layernorm_2.weight")
+    ):
         return 1.0, 0.1
     if name.endswith(("pos_embed.weight", "position_embedding.weight")):
         return 0.0, 0.5

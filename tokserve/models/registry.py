@@ -43,7 +43,7 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": "tokserve.models.dense.gemma:gemma2",
     "Gemma3ForCausalLM": "tokserve.models.dense.gemma:gemma3",
     "Gemma3ForConditionalGeneration": "tokserve.features.images.gemma_vision:gemma3",
-    "Gemma4ForCausalLM": "tokserve.models.dense.gemma4:gemma4",
+    "Gemma4ForCausalLM": "tokserve.families.mixtures.gemma4:gemma4",
     "GemmaForCausalLM": "tokserve.models.dense.gemma:gemma",
     "Glm4ForCausalLM": "tokserve.models.dense.glm:glm4",
     "Glm4MoeForCausalLM": "tokserve.families.mixtures.moe:glm4_moe",

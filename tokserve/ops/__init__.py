@@ -118,6 +118,7 @@ __all__ = [
     "sample_fused",
     "sampling_mask",
     "scale_by_position",
+    "scale_choices",
     "scale_rows",
     "scan_states",
     "short_conv",
@@ -174,6 +175,7 @@ pack_gated_int4 = wna16.pack_gated_int4.reference
 gated_linear_wna16 = wna16.gated_linear_wna16.reference
 embedding_wna16 = wna16.embedding_wna16.reference
 route = mixture.route.reference
+scale_choices = mixture.scale_choices.reference
 experts = mixture.experts.reference
 experts_int8 = mixture.experts_int8.reference
 experts_float8 = mixture.experts_float8.reference

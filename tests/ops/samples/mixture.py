@@ -26,6 +26,12 @@ def route(dtype: torch.dtype) -> Samples:
             yield logits, None, k, False, 4, 2, False, False, 0.0, 16.0
 
 
+def scale_choices(dtype: torch.dtype) -> Samples:
+    for tokens, count, k in ((1, 8, 2), (70, 60, 8), (0, 4, 2)):
+        ids = torch.randint(0, count, (tokens, k), generator=torch.Generator().manual_seed(k)).int()
+        yield normal(dtype, 1, tokens, k), ids, normal(dtype, 2, count)
+
+
 def _mixtures(dtype: torch.dtype) -> Samples:
     shapes = ((1, 8, 64, 32, 2), (5, 4, 40, 24, 3), (17, 6, 33, 17, 2), (40, 2, 96, 40, 1), (0, 3, 16, 8, 2))
     for number, (tokens, count, width, inner, k) in enumerate(shapes):

@@ -41,6 +41,7 @@ from tokserve.ops.float8 import PackedFloat8
 from tokserve.ops.quant import PackedInt8
 
 COLUMNS = 1024  # of a row that one program adds up
+CHOICES = 256  # that a program of `scale_choices` has
 SORTED = 1024  # choices that a program of the sort reads at a time
 Sorting = tuple[Tensor, Tensor]  # choices by expert [T * k] int32, and where each expert's begin [E + 1] int32
 Weight = PackedWeight | PackedInt8 | PackedFloat8
@@ -175,6 +176,23 @@ def route(
             **options(logits.device.index),
         )
     return ids, weights
+
+
+@triton.jit
+def choice_kernel(weight_ptr, id_ptr, factor_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    """BLOCK choices of all tokens times the factors of their experts."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    factor = tl.load(factor_ptr + tl.load(id_ptr + index, mask=inside, other=0), mask=inside, other=0.0)
+    tl.store(out_ptr + index, tl.load(weight_ptr + index, mask=inside, other=0.0) * factor, mask=inside)
+
+
+@mixture.scale_choices.implement("triton", device="cuda")
+def scale_choices(weights: Tensor, ids: Tensor, factors: Tensor) -> Tensor:
+    out = torch.empty_like(weights)
+    if count := weights.numel():
+        choice_kernel[(cdiv(count, CHOICES),)](weights, ids, factors, out, count, CHOICES, num_warps=4, **EXACT)
+    return out
 
 
 @triton.jit(do_not_specialize=["choices"])

@@ -26,6 +26,13 @@ def route(logits: Tensor, bias: Tensor | None, k: int, *rest: Any) -> tuple[Tens
     return ids, weights
 
 
+@mixture.scale_choices.implement("cpp", device="cpu")
+def scale_choices(weights: Tensor, ids: Tensor, factors: Tensor) -> Tensor:
+    out = torch.empty_like(weights)
+    _C.scale_choices(weights, ids, factors, out)
+    return out
+
+
 def check_experts(x: Tensor, gate_up: Packed, down: Packed) -> None:
     """Raise ValueError for weights that do not fit x: the extension does not see their sizes."""
     if not x.shape[-1] == gate_up.columns == down.rows or gate_up.rows != 2 * down.columns:

@@ -1,4 +1,4 @@
-"""The text models of Gemma 4 without experts and without inputs by layer.
+"""The text models of Gemma 4 without inputs by layer, with or without experts beside the MLPs.
 
 Layers with full attention have wider heads than those with a window, of which a part turns, and their values may be
 their keys before the norm.  The norms of values have no weight, and a factor multiplies the stream after each layer.
@@ -10,12 +10,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from tokserve.families.mixtures.beside import BesideSpec
+from tokserve.families.mixtures.experts import RouterSpec
+from tokserve.families.mixtures.moe import mixture
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.norm import NormSpec
+from tokserve.layers.protocols import FeedForwardSpec
 from tokserve.layers.rope import RopeSpec
-from tokserve.models.block import AROUND, BlockSpec
+from tokserve.models.block import AROUND, BlockNorms, BlockSpec
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.decoder import DecoderSpec
+from tokserve.models.formats import quantization_of
 from tokserve.models.rope_config import rope_by_type
 from tokserve.models.spec import attention, decoder, head_size, layer_windows, mlp, window_size
 
@@ -29,7 +34,7 @@ OVERRIDES = ("head_dim", "num_key_value_heads")  # by layer
 
 
 def gemma4(hf: Mapping[str, Any]) -> DecoderSpec:
-    """Gemma 4, dense."""
+    """Gemma 4, dense or with experts."""
     values = {"rope_parameters": ROPES} | {name: value for name, value in hf.items() if value is not None}
     overrides = values.pop("per_layer_config", None)
     fields = ConfigReader(values)
@@ -39,10 +44,15 @@ def gemma4(hf: Mapping[str, Any]) -> DecoderSpec:
     windows = (*windows[:-1], 0)  # the last layer sees all
     by_layer = _overrides(fields, windows) if overrides is None else _written(ConfigReader(hf), layers)
     norm = NormSpec(fields.number("rms_norm_eps", 1e-6))
-    feed_forward = mlp(fields, "hidden_activation", "gelu_pytorch_tanh")
+    feed_forward, norms, mlp_name = _feed_forward(fields, norm)
     blocks = tuple(
         BlockSpec(
-            _attention(ConfigReader(values | one), norm, window), feed_forward, norm, AROUND, factor_name="layer_scalar"
+            _attention(ConfigReader(values | one), norm, window),
+            feed_forward,
+            norm,
+            norms,
+            mlp_name=mlp_name,
+            factor_name="layer_scalar",
         )
         for window, one in zip(windows, by_layer, strict=True)
     )
@@ -56,6 +66,23 @@ def gemma4(hf: Mapping[str, Any]) -> DecoderSpec:
     )
 
 
+def _feed_forward(fields: ConfigReader, norm: NormSpec) -> tuple[FeedForwardSpec, BlockNorms, str]:
+    """The feed-forward part of a block, the block's norms, and the name of the part's module."""
+    plain = mlp(fields, "hidden_activation", "gelu_pytorch_tanh")
+    if not fields.flag("enable_moe_block"):
+        return plain, AROUND, "mlp"
+    router = RouterSpec(fields.integer("top_k_experts"))
+    experts = mixture(
+        ConfigReader(dict(fields.values) | {"hidden_act": fields.text("hidden_activation", "gelu_pytorch_tanh")}),
+        router,
+        count=("num_experts", None),
+        inner=("moe_intermediate_size", None),
+        stacked=quantization_of(fields.values) is None,  # tools that quantize divide the tensors by expert
+        router_name="router.proj",
+    )
+    return BesideSpec(plain, experts, norm), replace(AROUND, before_mlp=""), ""
+
+
 def _refuse(fields: ConfigReader) -> None:
     if fields.values.get("use_bidirectional_attention") == "all":
         raise fields.refuse("use_bidirectional_attention", "is all; only causal attention is supported")
@@ -63,8 +90,6 @@ def _refuse(fields: ConfigReader) -> None:
         raise fields.unsupported("hidden_size_per_layer_input", f"is {width}; inputs by layer are not built in")
     if shared := fields.integer("num_kv_shared_layers", 0, minimum=0):
         raise fields.unsupported("num_kv_shared_layers", f"is {shared}; shared keys and values are not built in")
-    if fields.flag("enable_moe_block"):
-        raise fields.unsupported("enable_moe_block", "(experts beside the MLP) is not built in")
 
 
 def _overrides(fields: ConfigReader, windows: tuple[int, ...]) -> list[dict[str, Any]]:
