@@ -184,7 +184,7 @@ def attention(heads: int, kv_heads: int, dim: int, until: float) -> Entry:
 
 @dataclass(frozen=True)
 class Step:
-    """Attention layers of a step of `rows` requests with `keys` tokens each."""
+    """Attention layers of a step of `rows` requests with `keys` tokens each, and the norms before them."""
 
     rows: int
     keys: int
@@ -199,7 +199,7 @@ class Step:
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> Callable[[], list[Tensor]]:
         """LAYERS layers, each with weights and keys of its own, so that neither are in the card's cache.  The returned
-        function runs them: what each adds."""
+        function runs them: the sums before each norm."""
         width, page, hidden = -(-self.keys // 64), 64, self.heads * self.dim
         sizes = ((self.heads + 2 * self.kv_heads) * self.dim, hidden), (hidden, hidden)
         weights = [[random_weight(*size, device, dtype) for size in sizes] for _ in range(LAYERS)]
@@ -211,20 +211,21 @@ class Step:
         positions = lengths.long() - 1
         slots = tables[:, -1].long() * page + positions % page
         angles, norm = torch.randn(self.keys, self.dim, device=device), torch.ones(self.dim, device=device, dtype=dtype)
-        x = torch.randn(self.rows, hidden, device=device, dtype=dtype)
+        x, gain = torch.randn(self.rows, hidden, device=device, dtype=dtype), norm.new_ones(hidden)
         batch = (tables, starts, lengths)
 
         def run() -> list[Tensor]:
             q = x.view(self.rows, self.heads, self.dim)
             work = call("attention_work")(q, caches[0, 0], *batch, 0)
-            results, y = [], x
+            results, y, total = [], x, x
             for (qkv, out), (k, v) in zip(weights, caches, strict=True):
+                y, total = call("add_rms_norm")(y, total, gain, 1e-6)
+                results.append(total)
                 projected = call("linear")(y, qkv, None)
                 q = call("norm_rope_store")(projected, norm, norm, 1e-6, angles, positions, k, v, slots)
                 mixed = call("paged_attention")(q, k, v, *batch, self.dim**-0.5, 0, 1.0, 0.0, None, None, work)
                 y = call("linear")(mixed.view(self.rows, hidden), out, None)
-                results.append(y)
-            return results
+            return [*results, *call("add_rms_norm")(y, total, gain, 1e-6)]
 
         return run
 
@@ -456,6 +457,16 @@ CASES: dict[str, Sequence[Case]] = {  # by candidate
         Products(1),
         Products(1, 1024, 3072, 2048),
         Products(64),
+    ),
+    "chains_next": (
+        Step(1, 1024),
+        Step(1, 1024, 16, 8),
+        Step(16, 1024),
+        Step(16, 1024, 16, 8),
+        FeedForward(1),
+        FeedForward(1, 1024, 3072),
+        FeedForward(16),
+        FeedForward(16, 1024, 3072),
     ),
     "float8_rows": tuple(FeedForward(rows, float8=True) for rows in (1, 16, 64, 256, 2048)),
     "float8_tma": tuple(Products(rows, float8=True) for rows in (80, 128, 256, 512, 2048)),

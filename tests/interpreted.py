@@ -27,7 +27,10 @@ def mend_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def launch_anew(*args: Any, **kwargs: Any) -> Any:
         bound.clear()
-        return launch(*args, **kwargs)
+        try:
+            return launch(*args, **kwargs)
+        finally:
+            bound.clear()  # a launch within the one that has begun binds names, too
 
     def bind_once(function: Any) -> Any:
         names = frozenset(function.__globals__.keys() & {"tl", "core"})

@@ -45,6 +45,7 @@ PLACE = re.compile(r"(?:add\.s|or\.b|cvt\.u64\.u)(?:32|64)\s+(%\w+), (%\w+)(?:, 
 FLOATING = re.compile(r'= "?((?:arith\.\w+f|arith\.select|math\.\w+|tt\.reduce|ttng\.warp_group_dot)\b)')
 
 
+NARROW = 1024, 4096, 6144  # outputs of 0.6B's down, qkv and gate: of four chains, two, and one
 AMD = launch.Gpu("gfx942", 64 << 10, 304)  # MI300X: a target of the compiler's, and none that a server has
 
 
@@ -366,10 +367,15 @@ def candidate_calls(*, has_float8: bool) -> None:
     call["linear"](torch.empty(600, 4096, dtype=BF16), packed, None)
     mixture_calls(call, has_float8=has_float8)
     row = torch.empty(1, 1024, dtype=BF16)  # of 0.6B
-    for outputs in (1024, 4096, 6144):
-        packed = ops.PackedWeight(outputs, 1024, BF16, torch.empty(outputs, 1024, dtype=BF16))
-        call["linear"](row, packed, None)
-    call["gated_linear"](row, packed, None, "silu")
+    weights = {size: ops.PackedWeight(size, 1024, BF16, torch.empty(size, 1024, dtype=BF16)) for size in NARROW}
+    for left_out in ("chains_next", "products_early", ""):
+        candidates.use(candidates.BY_NAME.keys() - {left_out})
+        down, qkv, _ = (call["linear"](row, packed, None) for packed in weights.values())
+        call["add_rms_norm"](down, row, row[0], 1e-6)
+        pages, index = torch.empty(2, 32, 8, 64, 128, dtype=BF16).unbind(), torch.zeros(1, dtype=LONG)
+        call["norm_rope_store"](qkv, row[0, :128], row[0, :128], 1e-6, torch.empty(4096, 128), index, *pages, index)
+        call["silu_mul"](call["linear"](row, weights[1024], None))  # has them added
+    call["gated_linear"](row, weights[6144], None, "silu")
     values, scales = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn), torch.empty(32, 4096)
     if has_float8:  # float8 weights have been packed: norms and gates round
         call["pack_linear_float8"](row)

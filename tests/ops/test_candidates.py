@@ -25,6 +25,7 @@ from tests.ops.test_triton import DTYPES, INTERPRETED, on_device, pytestmark, to
 from tokserve.gpu.kernels import attention, dense
 from tokserve.gpu.kernels.products import by_tma
 from tokserve.gpu.kernels.rows import rounded
+from tokserve.gpu.kernels.rows.chains import UnaddedProduct
 from tokserve.gpu.kernels.rows.rounded import RoundedRows, quantize
 from tokserve.ops.registry import OPS
 
@@ -164,6 +165,42 @@ def test_rows_that_torch_may_have_changed_are_rounded_again() -> None:
     assert type(first) is type(others) is torch.Tensor and x.rounded is None
     first.mul_(3.0)
     assert torch.equal(linear(x, packed, None), linear(x.clone(), packed, None))
+
+
+@pytest.mark.parametrize(("outputs", "has_bias"), [(96, True), pytest.param(2112, False, marks=pytest.mark.slow)])
+def test_chains_that_the_next_kernel_adds_have_the_bits_of_those_that_a_product_adds(
+    outputs: int, has_bias: bool
+) -> None:
+    """Four chains, or two: norms with a residual and without, rotation, and what else reads or changes a product."""
+    dtype, rows = torch.float16 if INTERPRETED else DTYPES[-1], 3
+    shapes = (rows, 1024), (outputs, 1024), (rows, outputs), (outputs,), (outputs,)
+    x, matrix, residual, weight, bias = (to_device(randn(dtype, seed, *shape)) for seed, shape in enumerate(shapes))
+    packed = ops.PackedWeight(outputs, 1024, dtype, matrix)
+    table, positions = to_device(randn(torch.float32, 6, 9, 32)), torch.arange(rows, device=x.device)
+    call = {name: op.implementations["triton"].call for name, op in OPS.items() if "triton" in op.implementations}
+
+    def results() -> list[torch.Tensor]:
+        products = [call["linear"](x, packed, bias if has_bias else None) for _ in range(6)]
+        assert {isinstance(one, UnaddedProduct) for one in products} == {candidates.is_on("chains_next")}
+        caches = torch.zeros(2, 2, 1, 16, 32, dtype=dtype, device=x.device)
+        added = [
+            call["rms_norm"](products[0], weight, 1e-6),
+            *call["add_rms_norm"](products[0], residual, weight, 1e-6, 0.5),
+            *call["add_layer_norm"](products[1], residual, weight, bias, 1e-6),
+            call["norm_rope_store"](products[2], weight[:32], bias[:32], 1e-6, table, positions, *caches, positions),
+            caches,
+        ]
+        unread = [one for one in products if isinstance(one, UnaddedProduct) and one.parts is not None]
+        assert len(unread) == (6 if candidates.is_on("chains_next") else 0), "a kernel has added them for these"
+        products[4].mul_(2.0)
+        return [*added, call["silu_mul"](products[2]), products[3] + 1.0, products[4], *products[5].chunk(2, 1)]
+
+    expected = results()
+    candidates.use({"chains_next"})
+    for one, other in zip(results(), expected, strict=True):
+        assert torch.equal(one, other)
+    assert type(call["linear"](x, packed, None, torch.float32)) is torch.Tensor
+    assert type(call["linear"](x.repeat(6, 1), packed, None)) is torch.Tensor, "too many rows"
 
 
 @pytest.mark.slow

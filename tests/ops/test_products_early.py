@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -12,21 +10,22 @@ pytest.importorskip("triton")
 from tests.ops.emulated_gluon import Emulated
 from tests.ops.test_triton import INTERPRETED, pytestmark
 from tokserve import ops
+from tokserve.gpu import candidates
 from tokserve.gpu.kernels import dense, gated
 from tokserve.gpu.kernels.products import early
+from tokserve.gpu.kernels.rows.chains import UnaddedProduct
 from tokserve.ops.registry import OPS
 
 __all__ = ["pytestmark"]
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Emulated:
     if not INTERPRETED:
         pytest.skip("a GPU runs the kernel itself")
     kernel = Emulated(early.linear_early_kernel)
     monkeypatch.setattr(early, "linear_early_kernel", kernel)
-    yield kernel
-    assert kernel.runs == 3
+    return kernel
 
 
 def integers(seed: int, *shape: int) -> torch.Tensor:
@@ -44,7 +43,7 @@ def integers(seed: int, *shape: int) -> torch.Tensor:
 def test_products_are_those_of_dense(
     rows: int, outputs: int, inputs: int, has_bias: bool, emulated: Emulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that are not adjacent; sums in float32, and gated ones, too."""
+    """Rows that are not adjacent; sums in float32, gated ones, and chains that are left to the next kernel, too."""
     x, matrix = integers(1, rows, inputs + 64)[:, :inputs], integers(2, outputs, inputs)
     bias = integers(3, outputs) if has_bias else None
     packed = ops.PackedWeight(outputs, inputs, matrix.dtype, matrix)
@@ -61,3 +60,8 @@ def test_products_are_those_of_dense(
     *sums, activated = products()
     assert all(map(torch.equal, sums, expected))
     torch.testing.assert_close(activated, expected[-1], rtol=2e-3, atol=1e-3)  # powers are torch's
+    assert emulated.runs == 3
+    monkeypatch.setattr(candidates, "is_on", lambda name: name == "chains_next")
+    left = linear(x, packed, bias)
+    assert emulated.runs == 4 and isinstance(left, UnaddedProduct) == (dense.chains(outputs, inputs) > 1)
+    assert torch.equal(left, expected[0])

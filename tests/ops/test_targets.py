@@ -283,7 +283,8 @@ def test_gated_experts_add_up_in_the_order_of_others_on_sm_90(candidates: dict[s
 @pytest.mark.slow
 def test_early_products_fetch_weights_before_they_wait_on_sm_90(candidates: dict[str, Any]) -> None:
     kernels = variants(candidates, "linear_early")
-    assert len(kernels) == 4  # four chains, two, one, and a gate
+    assert len(kernels) == 6  # four chains, two, both left to the next kernel, one, and a gate
+    assert sum(not figures["atomics"] for figures in kernels.values()) == 4, "the next kernel adds chains"
     for name, figures in kernels.items():
         assert figures["early"] >= 8 and figures["waits"] and not figures["fma"], f"{name}: {figures}"
         assert figures["stack"] == 0 and figures["registers"] <= 64, f"{name}: {figures}"
@@ -292,9 +293,10 @@ def test_early_products_fetch_weights_before_they_wait_on_sm_90(candidates: dict
 
 
 @pytest.mark.slow
-def test_norms_and_gates_that_round_fit_on_sm_90(candidates: dict[str, Any]) -> None:
-    kernels = variants(candidates, "norm", "activate")
-    assert {name.partition("#")[0] for name in kernels} == {"norm", "activate"}
+def test_rows_in_the_form_of_the_next_kernel_fit_on_sm_90(candidates: dict[str, Any]) -> None:
+    """Norms and gates that round, norms and rotations that add chains."""
+    kernels = variants(candidates, "norm", "activate", "norm_rope_store", "add_chains")
+    assert {name.partition("#")[0] for name in kernels} == {"norm", "activate", "norm_rope_store", "add_chains"}
     for name, figures in kernels.items():
         assert figures["waits"] and not figures["fma"] and not figures["atomics"], f"{name}: {figures}"
         assert figures["stack"] == 0 and figures["registers"] <= 128, f"{name}: {figures}"

@@ -75,6 +75,7 @@ def small_cases(program: Any) -> dict[str, Any]:
     cases = {"sample_few": program.Chat(2, 90), "linear_tma": program.Products(70, 32, 32, 32)}
     cases["prompt_groups"] = program.Prompts(2, 30, 70, 2, 1, 16, 50)
     cases |= dict.fromkeys(("experts_gated", "experts_dependent"), program.Mixture(2, 3, 2, 16, 16))
+    cases["chains_next"] = program.FeedForward(2, 16, 1024)
     cases["float8_rows"] = program.FeedForward(2, 16, 16, float8=True)
     cases["float8_tma"] = program.Products(3, 16, 16, 16, float8=True)
     return {name: [cases.get(name, program.Step(2, 70, 2, 1, 16))] for name in candidates.BY_NAME}

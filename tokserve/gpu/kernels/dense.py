@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from tokserve.gpu import candidates
 from tokserve.gpu.kernels import elementwise
 from tokserve.gpu.kernels.launch import (
     COUNTERS,
@@ -36,6 +37,7 @@ from tokserve.gpu.kernels.launch import (
 )
 from tokserve.gpu.kernels.products import by_tma, early
 from tokserve.gpu.kernels.products.tiles import BAND, add_step, store_product, tile_of
+from tokserve.gpu.kernels.rows.chains import MOST_ROWS, unadded
 from tokserve.ops import dense
 from tokserve.ops.dense import PackedWeight
 from tokserve.ops.float8 import STEP
@@ -126,13 +128,14 @@ def linear_kernel(
     BLOCK_K: tl.constexpr,
     CHAINS: tl.constexpr,
     APART: tl.constexpr,
+    ADDS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """A tile of x W^T + bias; EVEN: BLOCK_K divides a chain's inputs; SCALED: of float8 or int8, a scale a row.
 
     GROUP > 0: the weight's scales are [inputs / GROUP, outputs]; BLOCK_K divides it.  CHAINS parts of the inputs are
     summed by themselves, and their sums added in ascending order.  APART: each by a program of its own, which leaves
-    it in part_ptr [CHAINS,rows,outputs] float32; the last one of a tile adds them.
+    it in part_ptr [CHAINS,rows,outputs] float32; if ADDS, the last one of a tile adds them.
     """
     row, output = tile_of(rows, outputs, BAND, BLOCK_M, BLOCK_N)
     step = tl.arange(0, BLOCK_K)
@@ -190,7 +193,8 @@ def linear_kernel(
     if APART:
         size = rows.to(tl.int64) * outputs
         tl.store(part_ptr + tl.program_id(1) * size + offset, total, mask=valid)
-        if is_last_of(count_ptr + tl.program_id(0), 1, CHAINS):
+        is_last = is_last_of(count_ptr + tl.program_id(0), 1, CHAINS) if ADDS else False
+        if is_last:
             total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for chain in tl.static_range(CHAINS):
                 total += tl.load(part_ptr + chain * size + offset, mask=valid, other=0.0, cache_modifier=".cg")
@@ -252,7 +256,22 @@ def embedding(ids: Tensor, packed: PackedWeight, multiplier: float = 1.0) -> Ten
 
 @dense.linear.implement("triton", device="cuda")
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Rows of x need not be adjacent."""
+    """Rows of x need not be adjacent.  What `leaves_chains` is returned unadded."""
+    parts = chains(packed.rows, packed.columns)
+    if parts > 1 and (out_dtype or x.dtype) == x.dtype and leaves_chains(len(x)):
+        left = x.new_empty((parts, len(x), packed.rows), dtype=torch.float32)
+        out = product(x, packed.packed, None, x.new_empty((len(x), packed.rows)), None, 0, left)
+        return unadded(out, left, bias)
+    return plain_linear(x, packed, bias, out_dtype)
+
+
+def leaves_chains(rows: int) -> bool:
+    """Whether a product of so many rows and several chains is left to the next kernel to add."""
+    return candidates.is_on("chains_next") and 0 < rows <= MOST_ROWS
+
+
+def plain_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """`linear`, with its chains added."""
     out = x.new_empty((x.shape[0], packed.rows), dtype=out_dtype or x.dtype)
     first = 0
     if bias is None and out.dtype == x.dtype and x.is_contiguous() and is_library_used(len(x), packed):
@@ -318,17 +337,23 @@ def _unsplit_library() -> None:
 
 
 def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, scales: tuple[Tensor, Tensor] | None, group: int = 0
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    scales: tuple[Tensor, Tensor] | None,
+    group: int = 0,
+    left: Tensor | None = None,
 ) -> Tensor:
     """out [T,N] = x [T,K] times the weight's [N,K] transpose, plus bias.
 
     `scales`: of rows of x and weight, of float8 or int8; with a `group` > 0 the weight's are [G,N], of that many inputs
-    each.
+    each.  `left` [chains,T,N] float32: where the sums of chains are left; then `out` is not written.
     """
     (rows, inputs), outputs = x.shape, out.shape[1]
     parts = chains(outputs, inputs) if scales is None else 1
     if scales is None and early.fits(x, weight, parts):
-        return early.product(x, weight, bias, out, parts)
+        return early.product(x, weight, bias, out, parts, None, left)
     if by_tma.fits(x, weight, parts):
         step = BLOCK_K if scales is None else float8_step(group)
         return by_tma.product(x, weight, bias, out, parts, step, scales, group)
@@ -339,7 +364,10 @@ def product(
         block_k = config.get("step", BLOCK_K) if scales is None else float8_step(group)
         grid = (cdiv(rows, block_m) * cdiv(outputs, block_n), parts)
         apart = parts > 1 and grid[0] <= COUNTERS and config.get("apart", rows <= MOST_APART)
-        memory = x.new_empty((parts, rows, outputs), dtype=torch.float32) if apart else out
+        apart = apart or left is not None
+        memory = left
+        if memory is None:
+            memory = x.new_empty((parts, rows, outputs), dtype=torch.float32) if apart else out
         linear_kernel[grid if apart else grid[:1]](
             x,
             weight,
@@ -362,6 +390,7 @@ def product(
             block_k,
             parts,
             apart,
+            left is None,
             is_dependent(device),
             num_warps=config["warps"],
             num_stages=config["stages"],

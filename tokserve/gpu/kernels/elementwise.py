@@ -22,6 +22,7 @@ from tokserve.gpu.kernels.launch import (
     warps,
 )
 from tokserve.gpu.kernels.rows import rounded
+from tokserve.gpu.kernels.rows.chains import load_product, sums_of
 from tokserve.gpu.kernels.rows.rounded import store_rounded
 from tokserve.gpu.kernels.sums import tree_sum, tree_sums
 from tokserve.ops import elementwise
@@ -38,9 +39,10 @@ def tanh(x):
     return tl.where(x < 0.0, -size, size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_kernel(
     x_ptr,
+    x_bias_ptr,
     residual_ptr,
     weight_ptr,
     bias_ptr,
@@ -50,8 +52,11 @@ def norm_kernel(
     scale_ptr,
     eps,
     multiplier,
+    rows,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAINS: tl.constexpr,
+    X_BIAS: tl.constexpr,
     ADD: tl.constexpr,
     CENTERED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -59,12 +64,13 @@ def norm_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """One row of WIDTH elements; ADD: the row is x * multiplier + residual, which is written to total too; ROUNDED: the
-    norm is written as float8 values with a scale, too."""
+    norm is written as float8 values with a scale, too.  CHAINS and X_BIAS: as `load_product` takes them."""
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * WIDTH
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    x = tl.load(x_ptr + row + column, mask=inside, other=0.0).to(tl.float32)
+    size = rows.to(tl.int64) * WIDTH
+    x = load_product(x_ptr, x_bias_ptr, row, column, inside, size, CHAINS, X_BIAS, out_ptr.dtype.element_ty)
     if ADD:
         residual = tl.load(residual_ptr + row + column, mask=inside, other=0.0).to(tl.float32)
         total = (x * multiplier + residual).to(total_ptr.dtype.element_ty)
@@ -96,16 +102,18 @@ def _norm(
     centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    total = out if residual is None else torch.empty_like(x)
+    sums, x_bias, chains = sums_of(x)
+    sums = sums.contiguous()
+    out = x.new_empty(rows, width)
+    total = out if residual is None else x.new_empty(rows, width)
     is_rounded = rounded.is_rounded(width)
     float8_rows = rounded.unwritten(rows, width, x) if is_rounded else (out, out)
     if rows:
         block = next_power_of_2(width)
-        other = x if residual is None else residual.contiguous()
+        other = out if residual is None else residual.contiguous()
         norm_kernel[(rows,)](
-            x,
+            sums,
+            out if x_bias is None else x_bias,
             other,
             weight,
             weight if bias is None else bias,
@@ -114,8 +122,11 @@ def _norm(
             *float8_rows,
             eps,
             multiplier,
+            rows,
             width,
             block,
+            chains,
+            x_bias is not None,
             residual is not None,
             centered,
             bias is not None,

@@ -18,7 +18,7 @@ from tokserve.gpu.kernels.dense import (
     chains,
     float8_step,
     is_library_used,
-    linear,
+    plain_linear,
 )
 from tokserve.gpu.kernels.elementwise import ACTIVATIONS, active
 from tokserve.gpu.kernels.launch import (
@@ -166,7 +166,7 @@ def gated_product(
 def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: str | None) -> Tensor:
     """Two kernels where a library serves, or where the weight has several chains."""
     if activation is None or chains(packed.rows, packed.columns) > 1 or is_library_used(len(x), packed):
-        both = linear(x, packed, bias)
+        both = plain_linear(x, packed, bias)
         return both if activation is None else elementwise.activate(both, activation, True)
     out = x.new_empty(len(x), packed.rows // 2)
     return gated_product(x, packed.packed, bias, out, activation, None)

@@ -19,6 +19,7 @@ from tokserve.gpu.kernels.launch import (
     wait_for_inputs,
     warps,
 )
+from tokserve.gpu.kernels.rows.chains import load_product, sums_of
 from tokserve.gpu.kernels.rows.rounded import nearest
 from tokserve.gpu.kernels.sums import tree_sum, tree_sums
 from tokserve.ops import attention
@@ -120,6 +121,10 @@ def store_rows(rows: Tensor, pages: Tensor, slot_mapping: Tensor) -> None:
 @triton.jit
 def prepared_heads(
     x_ptr,
+    bias_ptr,
+    row,
+    start,
+    size,
     weight_ptr,
     eps,
     head,
@@ -133,15 +138,19 @@ def prepared_heads(
     COUNT: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     STRIDE: tl.constexpr,
+    CHAINS: tl.constexpr,
+    BIAS: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
-    """COUNT heads [H,1] x elements [1,D] of x_ptr, heads STRIDE apart, normed, rounded to their dtype, rotated: [H,D]
-    float32.
+    """COUNT heads [H,1] x elements [1,D], heads STRIDE apart from `start` on in a row as `load_product` loads it,
+    normed, rounded to DTYPE, rotated: [H,D] float32.
 
     NORM: 0 none, 1 of each head, 2 of all heads together, 3 of each head after the rotation.
     """
     first, partner_column, _ = pairing(column, ROT, INTERLEAVED)
-    x = tl.load(x_ptr + head * STRIDE + column, mask=inside, other=0.0).to(tl.float32)
-    partner = tl.load(x_ptr + head * STRIDE + partner_column, mask=inside, other=0.0).to(tl.float32)
+    first_of_head = start + head * STRIDE
+    x = load_product(x_ptr, bias_ptr, row, first_of_head + column, inside, size, CHAINS, BIAS, DTYPE)
+    partner = load_product(x_ptr, bias_ptr, row, first_of_head + partner_column, inside, size, CHAINS, BIAS, DTYPE)
     if (NORM == 1) | (NORM == 2):
         square = tree_sums(x * x)
         if NORM == 2:
@@ -152,19 +161,20 @@ def prepared_heads(
             weight_row = weight_ptr + head * 0
         weight = tl.load(weight_row + column, mask=inside, other=0.0).to(tl.float32)
         partner_weight = tl.load(weight_row + partner_column, mask=inside, other=0.0).to(tl.float32)
-        x = (x * root * weight).to(x_ptr.dtype.element_ty).to(tl.float32)
-        partner = (partner * root * partner_weight).to(x_ptr.dtype.element_ty).to(tl.float32)
+        x = (x * root * weight).to(DTYPE).to(tl.float32)
+        partner = (partner * root * partner_weight).to(DTYPE).to(tl.float32)
     x = tl.where(column < ROT, rotate(x, partner, cos, sin, first), x)
     if NORM == 3:
-        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
+        x = x.to(DTYPE).to(tl.float32)
         root = tl.rsqrt(tree_sums(x * x) / DIM + eps)[:, None]
         x = x * root * tl.load(weight_ptr + column, mask=column < DIM, other=0.0).to(tl.float32)
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def norm_rope_store_kernel(
     qkv_ptr,
+    bias_ptr,
     q_weight,
     k_weight,
     eps,
@@ -174,6 +184,7 @@ def norm_rope_store_kernel(
     v_cache,
     slot_ptr,
     q_out,
+    tokens,
     qkv_stride,
     k_scale,
     v_scale,
@@ -188,12 +199,16 @@ def norm_rope_store_kernel(
     K_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     Q_STRIDE: tl.constexpr,
+    CHAINS: tl.constexpr,
+    BIAS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One token: its queries out, its keys and values into their slot."""
+    """One token: its queries out, its keys and values into their slot.  CHAINS and BIAS: as `load_product` takes
+    them."""
     wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
-    qkv = qkv_ptr + token * qkv_stride
+    qkv, size = token * qkv_stride, tokens.to(tl.int64) * qkv_stride
+    dtype: tl.constexpr = q_out.dtype.element_ty
     column = tl.arange(0, DIM_BLOCK)[None, :]
     _, _, angle = pairing(column, ROT, INTERLEAVED)
     row = table_ptr + tl.load(position_ptr + token) * ROT
@@ -202,7 +217,11 @@ def norm_rope_store_kernel(
     head = tl.arange(0, Q_BLOCK)[:, None]
     inside = (head < Q_HEADS) & (column < DIM)
     q = prepared_heads(
+        qkv_ptr,
+        bias_ptr,
         qkv,
+        0,
+        size,
         q_weight,
         eps,
         head,
@@ -216,13 +235,20 @@ def norm_rope_store_kernel(
         Q_HEADS,
         INTERLEAVED,
         Q_STRIDE,
+        CHAINS,
+        BIAS,
+        dtype,
     )
-    tl.store(q_out + (token * Q_HEADS + head) * DIM + column, q.to(q_out.dtype.element_ty), mask=inside)
+    tl.store(q_out + (token * Q_HEADS + head) * DIM + column, q.to(dtype), mask=inside)
     slot = tl.load(slot_ptr + token)
     head = tl.arange(0, K_BLOCK)[:, None]
     inside = (head < K_HEADS) & (column < DIM)
     k = prepared_heads(
-        qkv + Q_HEADS * Q_STRIDE,
+        qkv_ptr,
+        bias_ptr,
+        qkv,
+        Q_HEADS * Q_STRIDE,
+        size,
         k_weight,
         eps,
         head,
@@ -236,12 +262,16 @@ def norm_rope_store_kernel(
         K_HEADS,
         INTERLEAVED,
         DIM,
+        CHAINS,
+        BIAS,
+        dtype,
     )
-    v = tl.load(qkv + Q_HEADS * Q_STRIDE + (K_HEADS + head) * DIM + column, mask=inside)
+    within = Q_HEADS * Q_STRIDE + (K_HEADS + head) * DIM + column
+    v = load_product(qkv_ptr, bias_ptr, qkv, within, inside, size, CHAINS, BIAS, dtype).to(dtype)
     offset = ((slot // PAGE * K_HEADS + head) * PAGE + slot % PAGE) * DIM + column
     launch_dependents(DEPENDENT)
     # rounded to the dtype of the projection first, as a key that is stored by itself
-    tl.store(k_cache + offset, to_cache(k.to(qkv_ptr.dtype.element_ty), k_cache, k_scale), mask=inside)
+    tl.store(k_cache + offset, to_cache(k.to(dtype), k_cache, k_scale), mask=inside)
     tl.store(v_cache + offset, to_cache(v, v_cache, v_scale), mask=inside)
 
 
@@ -270,11 +300,13 @@ def norm_rope_store(
     if norm_last and norm == 2:
         raise ValueError("norm_rope_store: a norm after the rotation is of each head")
     if tokens:
+        sums, bias, chains = sums_of(qkv)
         q_block, dim_block = next_power_of_2(heads), next_power_of_2(dim)
         norm_rope_store_kernel[(tokens,)](
-            qkv,
-            qkv if q_weight is None else q_weight,
-            qkv if k_weight is None else k_weight,
+            sums,
+            q if bias is None else bias,
+            q if q_weight is None else q_weight,
+            q if k_weight is None else k_weight,
             eps,
             table,
             positions,
@@ -282,6 +314,7 @@ def norm_rope_store(
             v_cache,
             slot_mapping,
             q,
+            tokens,
             qkv.stride(0),
             k_scale,
             v_scale,
@@ -296,6 +329,8 @@ def norm_rope_store(
             next_power_of_2(kv_heads),
             dim_block,
             2 * dim if gated else dim,
+            chains,
+            bias is not None,
             is_dependent(qkv.device.index),
             num_warps=warps(q_block * dim_block),
             **launched(qkv.device.index),

@@ -26,6 +26,7 @@ from tokserve.gpu.kernels.launch import (
     wait_for_inputs,
 )
 from tokserve.gpu.kernels.products.tiles import BAND, add_step, store_product, tile_of, tile_start
+from tokserve.gpu.kernels.rows.chains import add_chains
 
 STEP = 64  # inputs fetched at once, of a gate and what it gates
 CANDIDATES = {torch.bfloat16: "linear_tma", torch.float16: "linear_tma", torch.float8_e4m3fn: "float8_tma"}
@@ -33,7 +34,6 @@ WARPS = 4  # of each group
 LEAST_ROWS = 65  # with fewer, all rows are in one tile of `dense`
 MOST_PART_ROWS = 1024  # of a weight with several chains, whose sums take memory
 ALIGNMENT = 16  # bytes, of rows that TMA reads
-ADDED = 1024  # sums that a program adds
 
 
 @triton.jit
@@ -99,31 +99,6 @@ def linear_tma_kernel(
         GROUP,
         BIAS,
     )
-
-
-@triton.jit(do_not_specialize=["rows"])
-def add_chains_kernel(
-    part_ptr,
-    bias_ptr,
-    out_ptr,
-    rows,
-    outputs,
-    BIAS: tl.constexpr,
-    CHAINS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """BLOCK outputs of all [rows,outputs]: the sums of their chains, in ascending order, plus the bias."""
-    wait_for_inputs(DEPENDENT)
-    launch_dependents(DEPENDENT)
-    size = rows.to(tl.int64) * outputs
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for chain in tl.static_range(CHAINS):
-        total += tl.load(part_ptr + chain * size + at, mask=at < size, other=0.0)
-    if BIAS:
-        total += tl.load(bias_ptr + at % outputs).to(tl.float32)
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < size)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -227,19 +202,7 @@ def product(
         **launched(device),
     )
     if chains > 1:
-        add_chains_kernel[(cdiv(rows * outputs, ADDED),)](
-            parts,
-            out if bias is None else bias,
-            out,
-            rows,
-            outputs,
-            bias is not None,
-            chains,
-            ADDED,
-            is_dependent(device),
-            num_warps=WARPS,
-            **launched(device),
-        )
+        add_chains(parts, bias, out)
     return out
 
 

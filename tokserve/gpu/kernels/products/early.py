@@ -62,6 +62,7 @@ def linear_early_kernel(
     inputs,
     BIAS: gl.constexpr,
     CHAINS: gl.constexpr,
+    ADDS: gl.constexpr,
     GATED: gl.constexpr,
     KIND: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -70,8 +71,9 @@ def linear_early_kernel(
     STAGES: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """A tile of x W^T + bias, with CHAINS > 1 of one chain, which the last of its tile adds to the others from part_ptr
-    [CHAINS,rows,outputs]; GATED: of the activation KIND of that, times as many outputs from the weight's other half."""
+    """A tile of x W^T + bias, with CHAINS > 1 of one chain, which goes to part_ptr [CHAINS,rows,outputs] and, if ADDS,
+    is added to the others by the last of its tile; GATED: of the activation KIND of that, times as many outputs from
+    the weight's other half."""
     FACTOR: gl.constexpr = 2 if GATED else 1
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -125,7 +127,7 @@ def linear_early_kernel(
     if CHAINS > 1:
         size = rows.to(gl.int64) * outputs
         gl.store(part_ptr + gl.program_id(1) * size + offset, sums, mask=valid)
-        is_last = is_last_of(count_ptr + gl.program_id(0), 1, CHAINS)
+        is_last = is_last_of(count_ptr + gl.program_id(0), 1, CHAINS) if ADDS else False
     if is_last:
         if CHAINS > 1:
             sums = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, MMA)
@@ -162,7 +164,13 @@ def fits(x: Tensor, weight: Tensor, chains: int = 1) -> bool:
 
 
 def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, chains: int = 1, activation: str | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    chains: int = 1,
+    activation: str | None = None,
+    left: Tensor | None = None,
 ) -> Tensor:
     """`dense.product` of what `fits`, in so many chains; with an activation `gated.gated_product`, in one."""
     (rows, inputs), outputs = x.shape, out.shape[1]
@@ -170,18 +178,22 @@ def product(
     x_blocks = TensorDescriptor(x, [rows, inputs], [x.stride(0), 1], [ROWS, STEP], layouts[0])
     weight_blocks = TensorDescriptor(weight, list(weight.shape), [inputs, 1], [OUTPUTS, STEP], layouts[1])
     device = x.device.index
+    parts = left
+    if parts is None:
+        parts = out if chains == 1 else x.new_empty((chains, rows, outputs), dtype=torch.float32)
     linear_early_kernel[(cdiv(outputs, OUTPUTS), chains)](
         x_blocks,
         weight_blocks,
         out if bias is None else bias,
         out,
-        out if chains == 1 else x.new_empty((chains, rows, outputs), dtype=torch.float32),
+        parts,
         out if chains == 1 else counters(x.device),
         rows,
         outputs,
         inputs,
         bias is not None,
         chains,
+        left is None,
         activation is not None,
         0 if activation is None else ACTIVATIONS.index(activation),
         ROWS,
