@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import needs
 from tests.adapters import write_adapter
+from tests.models.test_float8 import QWEN, quantize
 from tests.runner import test_lora
 from tests.runner.drive import Driver, make_runner
 from tests.runner.test_runner import jobs, outcomes
@@ -107,3 +109,13 @@ def test_the_log_recommends_rounded_activations(tmp_path: Path, caplog: pytest.L
         with caplog.at_level("INFO", "tokserve"):
             make_runner(tmp_path / "model", config, cpu_arithmetic="fma", **options)
         assert ("--quantization-activations int8 is faster" in caplog.text) == advised
+
+
+def test_the_log_says_what_float8_weights_cost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_checkpoint(tmp_path, tiny_config("qwen3", hidden_size=96))
+    quantize(tmp_path, QWEN, "block", "_scale_inv", torch.float32)
+    for quantization in (None, "none"):
+        caplog.clear()
+        with caplog.at_level("INFO", "tokserve"):
+            make_runner(tmp_path, hf_config(tmp_path), load_format="auto", quantization=quantization, dtype="bfloat16")
+        assert ("--quantization none has the same bits" in caplog.text) == (quantization is None)

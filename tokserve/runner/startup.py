@@ -258,15 +258,15 @@ def _warm_up(runner: Runner, adapter: int) -> None:
 
 
 def _advise(config: Config, model: Decoder, kernels: CpuKernels | None) -> None:
-    """Log what would be faster: where float32 is multiplied, integers of 4 bits are converted to it first."""
-    rounds = config.model.quantization_activations is not None
-    if (
-        kernels is not None
-        and kernels.arithmetic == FMA
-        and model.quantization in ("int4", STORED_INTEGERS)
-        and (model.quantization == "int4" or model.spec.format.name != "float8")
-        and not rounds
-    ):
+    """Log what would be faster on a CPU: weights that stay as they are stored are converted again at each step."""
+    if kernels is None or model.quantization not in ("int4", STORED_INTEGERS):
+        return
+    if model.quantization == STORED_INTEGERS and model.spec.format.name == "float8":
+        logger.info(
+            "float8 weights take a byte each: where memory is not short, --quantization none has the same bits, and "
+            "decodes faster on few cores (docs/quantization.md)"
+        )
+    elif kernels.arithmetic == FMA and config.model.quantization_activations is None:
         logger.info(
             "activations are not rounded: --quantization-activations int8 is faster on this processor, "
             "and changes logprobs slightly (docs/quantization.md)"
