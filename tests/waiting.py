@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-PATIENCE = 120.0  # seconds; machines are busy
+PATIENCE = 300.0  # seconds; machines are busy
 
 
 def until(condition: Callable[[], object], about: object = "") -> None:

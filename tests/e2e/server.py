@@ -19,7 +19,7 @@ import psutil
 from tests.replies import good
 from tests.waiting import PATIENCE
 
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 NO_TLS = False  # httpx's `verify`: it reads the authorities' certificates, 20 ms, for each request outside a client
 
 
@@ -33,11 +33,11 @@ class Served(ABC):
 
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
         """POST JSON."""
-        return httpx.post(self.url + path, json=body, timeout=120, verify=NO_TLS, **kwargs)
+        return httpx.post(self.url + path, json=body, timeout=600, verify=NO_TLS, **kwargs)
 
     def get(self, path: str, **kwargs: Any) -> httpx.Response:
         """GET."""
-        return httpx.get(self.url + path, timeout=60, verify=NO_TLS, **kwargs)
+        return httpx.get(self.url + path, timeout=600, verify=NO_TLS, **kwargs)
 
     def generate(self, token_ids: list[int], **params: Any) -> dict[str, Any]:
         """The reply of /inference/v1/generate for these sampling parameters."""

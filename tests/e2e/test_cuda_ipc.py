@@ -49,7 +49,7 @@ def trainer(driver: dict[str, str], *args: Any) -> subprocess.Popen[str]:
 
 
 def results(*trainers: subprocess.Popen[str]) -> list[dict[str, Any]]:
-    outputs = [process.communicate(timeout=120)[0] for process in trainers]
+    outputs = [process.communicate(timeout=600)[0] for process in trainers]
     return [json.loads(output) for output in outputs]
 
 
@@ -105,7 +105,7 @@ def shared(driver: dict[str, str], server: Server) -> Iterator[tuple[subprocess.
                 "ipc_handles": [{f"GPU-{shown['uuid']}": entry}],
             },
         )
-        process.communicate("\n\n", timeout=60)
+        process.communicate("\n\n", timeout=600)
 
 
 def changed(announced: dict[str, Any], **allocation: Any) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def test_a_server_without_a_driver_says_so(tokens_only: Served) -> None:
 def test_server_and_trainer_in_turns(driver: dict[str, str], server: Server) -> None:
     example = SCRIPT.parents[2] / "examples" / "colocated.py"
     command = [sys.executable, str(example), server.url, "cuda_ipc"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | driver)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | driver)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("as version step-") == 3 and "rollouts of version step-2;" in done.stdout
     assert mapped(server) == []

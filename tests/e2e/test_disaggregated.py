@@ -121,7 +121,7 @@ def test_text_routes_and_streams(pair: tuple[Server, Server]) -> None:
     body = {"token_ids": PROMPT[::-1], "sampling_params": {"seed": 1, "max_tokens": 9, "ignore_eos": True}}
     kv_params = prefill(first, body)
     with httpx.stream(
-        "POST", second.url + GENERATE, json=body | {"kv_transfer_params": kv_params, "stream": True}, timeout=60
+        "POST", second.url + GENERATE, json=body | {"kv_transfer_params": kv_params, "stream": True}, timeout=600
     ) as stream:
         events = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
     tokens = [token for event in events for token in event["choices"][0]["token_ids"]]

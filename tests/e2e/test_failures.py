@@ -32,7 +32,7 @@ def test_kill_9_of_the_engine() -> None:
         left = {Path(c.laddr).parent for c in engine.net_connections("unix") if "engine" in str(c.laddr)}
 
         async def scene() -> tuple[httpx.Response, str, httpx.Response]:
-            async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+            async with httpx.AsyncClient(base_url=url, timeout=600) as client:
                 full = asyncio.create_task(client.post("/inference/v1/generate", json=LONG))
                 text = []
                 async with client.stream("POST", "/inference/v1/generate", json=LONG | {"stream": True}) as stream:
@@ -106,7 +106,7 @@ def test_sigterm_aborts_what_does_not_finish_in_time() -> None:
         url = server.url
 
         async def scene() -> httpx.Response:
-            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            async with httpx.AsyncClient(base_url=url, timeout=600) as client:
                 running = asyncio.create_task(client.post("/inference/v1/generate", json=LONG))
                 await asyncio.to_thread(until, lambda: server.metric("tokserve:generation_tokens_total"))
                 server.process.send_signal(signal.SIGTERM)
@@ -191,7 +191,7 @@ def test_without_file_descriptors_it_hangs_up_and_serves_again_when_there_are_so
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (limit, limit))
         url = httpx.URL(server.url)
         for _ in range(90):
-            last = clients.enter_context(socket.create_connection((url.host, url.port), timeout=60))
+            last = clients.enter_context(socket.create_connection((url.host, url.port), timeout=600))
         with suppress(ConnectionResetError):
             assert last.recv(1) == b"", "it should hang up on those that it has no descriptor for"
         clients.close()
@@ -223,7 +223,7 @@ def is_healthy(server: Server) -> bool:
 
 def run(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tokserve", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **(env or {})})
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, **(env or {})})
 
 
 def test_a_port_in_use_is_an_error_at_once() -> None:

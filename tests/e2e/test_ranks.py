@@ -211,7 +211,7 @@ def server(qwen3: Path) -> Iterator[Server]:
         processes = rank_processes(running)
         assert len(processes) == 2
         assert running.stop() == 0
-        assert not psutil.wait_procs(processes, timeout=60)[1]
+        assert not psutil.wait_procs(processes, timeout=600)[1]
 
 
 @pytest.mark.slow
@@ -280,7 +280,7 @@ def test_weights_come_to_each_rank_over_gloo_and_http(qwen3: Path, tmp_path: Pat
         assert server.post("/start_weight_update", {}).status_code == 200
         headers = {"Content-Type": "application/octet-stream"}
         body = (qwen3 / "model.safetensors").read_bytes()
-        pushed = httpx.post(server.url + "/update_weights", content=body, headers=headers, timeout=60)
+        pushed = httpx.post(server.url + "/update_weights", content=body, headers=headers, timeout=600)
         assert pushed.status_code == 200, pushed.text
         assert server.post("/finish_weight_update", {"weight_version": "http"}).status_code == 200
         assert reply(server) == before
@@ -293,7 +293,7 @@ def test_a_rank_that_is_killed_ends_the_server(qwen3: Path, rank: int) -> None:
         processes = rank_processes(server)
         processes[rank].kill()
         assert server.process.wait(120) == 1
-        assert not psutil.wait_procs(processes, timeout=60)[1]
+        assert not psutil.wait_procs(processes, timeout=600)[1]
         assert f"rank {rank} was killed by SIGKILL" in "\n".join(server.log)
 
 
@@ -314,7 +314,7 @@ def test_ranks_go_with_their_engine_even_if_they_are_stopped(qwen3: Path) -> Non
         processes = rank_processes(server)
         processes[0].send_signal(signal.SIGSTOP)
         server.engine().kill()
-        assert not psutil.wait_procs(processes, timeout=60)[1]
+        assert not psutil.wait_procs(processes, timeout=600)[1]
         assert server.process.wait(120) == 1
 
 
@@ -347,4 +347,4 @@ def test_two_nodes_serve_as_one_and_end_together(qwen3: Path, server: Server, tm
                 node.kill()
                 assert several.process.wait(120) == 1
                 assert "rank 1 has closed its connection" in "\n".join(several.log)
-            assert not psutil.wait_procs(ranks, timeout=60)[1]
+            assert not psutil.wait_procs(ranks, timeout=600)[1]

@@ -38,13 +38,13 @@ def test_there_are_examples_to_check() -> None:
 def test_curl_shows_what_the_readme_shows(demo: Server, example: int) -> None:
     command, reply = SHOWN[example]
     command = command.replace("http://127.0.0.1:8000", demo.url)
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=600)
     assert trimmed(json.loads(done.stdout), lambda value: value) == trimmed(json.loads(reply), about)
 
 
 def test_python_prints_what_the_readme_shows() -> None:
     code, printed = PYTHON[0]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout == printed
 
@@ -52,6 +52,6 @@ def test_python_prints_what_the_readme_shows() -> None:
 def test_same_bits_beside_other_requests(demo: Server) -> None:
     program = Path(__file__).parents[2] / "examples" / "same_bits.py"
     command = [sys.executable, str(program), demo.url, "--others", "8", "--repeats", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert "the same tokens and logprobs in 4 of 4 repetitions" in done.stdout, done.stderr
     demo.wait_idle()

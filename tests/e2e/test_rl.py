@@ -63,7 +63,7 @@ class Lab:
         return load_file(self.directories[number] / "model.safetensors")
 
     def post(self, path: str, body: Any = None, **kwargs: Any) -> Any:
-        answer = httpx.post(self.server.url + path, json=body, timeout=120, **kwargs)
+        answer = httpx.post(self.server.url + path, json=body, timeout=600, **kwargs)
         assert answer.status_code == 200, (path, answer.text)
         return answer.json()
 
@@ -178,7 +178,7 @@ def test_skyrl(lab: Lab) -> None:
         lab.server.url + "/update_weights",
         content=body,
         headers={"Content-Type": "application/octet-stream"},
-        timeout=120,
+        timeout=600,
     )
     assert answer.status_code == 200, answer.text
     lab.post("/finish_weight_update")
@@ -235,7 +235,7 @@ def test_bad_updates_leave_the_server_as_it_was(lab: Lab) -> None:
         lab.post("/start_weight_update")
         body = save(sent)
         answer = httpx.post(
-            lab.server.url + "/update_weights", content=body[: len(body) - cut], headers=headers, timeout=60
+            lab.server.url + "/update_weights", content=body[: len(body) - cut], headers=headers, timeout=600
         )
         if answer.status_code == 200:
             answer = lab.server.post("/finish_weight_update", {})
@@ -304,12 +304,12 @@ def test_a_refused_weight_body_gets_a_reply(lab: Lab) -> None:
         lab.server.url + "/update_weights", data=bytes(48 << 20), headers={"Content-Type": "application/octet-stream"}
     )
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(request, timeout=60)
+        urllib.request.urlopen(request, timeout=600)
     with refused.value as reply:
         assert reply.code == 409 and "no weight update is open" in json.load(reply)["error"]["message"]
     lab.post("/start_weight_update")
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(request, timeout=60)
+        urllib.request.urlopen(request, timeout=600)
     with refused.value as reply:
         assert reply.code == 400
     assert lab.state()["state"] == "running"

@@ -44,7 +44,7 @@ def test_slimes_rollout(server: Served) -> None:
         server.url + "/generate",
         json=body | {"sampling_params": SLIME | {"temperature": 0.6, "sampling_seed": 3}},
         headers={"X-SMG-Routing-Key": "group-1"},
-        timeout=60,
+        timeout=600,
     )
     reply = answer.json()
     info = reply["meta_info"]
@@ -71,10 +71,12 @@ def test_sglang_replies_report_their_drafts(server: Served) -> None:
     accepted = sum(count * steps for count, steps in enumerate(histogram))
     assert counts["spec_accept_length"] == 1 + accepted / counts["spec_verify_ct"] > 2
     assert 0 < counts["spec_accept_rate"] <= 1
-    reply = httpx.post(f"{server.url}/v1/completions", json={"prompt": [5, 6] * 9, "temperature": 0}, timeout=60).json()
+    reply = httpx.post(
+        f"{server.url}/v1/completions", json={"prompt": [5, 6] * 9, "temperature": 0}, timeout=600
+    ).json()
     assert reply["metrics"]["speculative_decoding"]["per_step_drafted"]
     request = {"prompt": [5, 6], "spec_decode_metrics": "none"}
-    assert "metrics" not in httpx.post(f"{server.url}/v1/completions", json=request, timeout=60).json()
+    assert "metrics" not in httpx.post(f"{server.url}/v1/completions", json=request, timeout=600).json()
 
 
 def test_sampling_masks_add_up(server: Served) -> None:
@@ -144,7 +146,7 @@ def test_an_update_between_pause_and_continue(server: Served, demo_dir: Path) ->
     """AReaL's and slime's order of calls, from disk."""
     before = generate(server, {"input_ids": IDS}, temperature=0, max_new_tokens=6)["output_ids"]
     assert server.post("/pause_generation", {}).json()["status"] == "ok"
-    flushed = httpx.get(server.url + "/flush_cache", timeout=60)
+    flushed = httpx.get(server.url + "/flush_cache", timeout=600)
     assert flushed.status_code == 200
     assert server.get("/health_generate").status_code == 503
     body = {"model_path": str(demo_dir), "load_format": "auto", "abort_all_requests": True, "weight_version": "step-2"}

@@ -19,7 +19,7 @@ def stream(server: Server, body: dict[str, Any]) -> tuple[list[int], list[Any], 
     logprobs: list[Any] = []
     chunks: list[dict[str, Any]] = []
     with httpx.stream(
-        "POST", server.url + "/inference/v1/generate", json=body | {"stream": True}, timeout=60
+        "POST", server.url + "/inference/v1/generate", json=body | {"stream": True}, timeout=600
     ) as answer:
         assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
         lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
@@ -170,7 +170,7 @@ def test_lm_eval(demo: Server) -> None:
 
 
 def test_guidellm(demo: Server) -> None:
-    with httpx.stream("POST", demo.url + "/v1/chat/completions", json=GUIDELLM, timeout=60) as answer:
+    with httpx.stream("POST", demo.url + "/v1/chat/completions", json=GUIDELLM, timeout=600) as answer:
         lines = [json.loads(x[6:]) for x in answer.iter_lines() if x.startswith("data: {")]
     assert all(line["usage"] for line in lines)
     assert lines[-1]["choices"] == [] and lines[-1]["usage"]["completion_tokens"] == 4
@@ -184,7 +184,7 @@ def test_router_fields_are_ignored_and_named(demo: Server) -> None:
 
 def test_abort_is_acknowledged_and_the_caller_gets_what_there_is(demo: Server) -> None:
     async def scene() -> tuple[dict[str, Any], dict[str, Any]]:
-        async with httpx.AsyncClient(base_url=demo.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=demo.url, timeout=600) as client:
             body = {
                 "token_ids": PROMPT,
                 "request_id": "long",

@@ -265,7 +265,7 @@ class ScriptedExecutor:
         if plan.step == self.fail_at:
             raise RuntimeError("the device is on fire")
         if self.permits is not None:
-            demand(self.permits.acquire(timeout=60), "no permit to step")
+            demand(self.permits.acquire(timeout=600), "no permit to step")
         demand(self.weights is not None and self.has_kv, "a step without weights or KV memory")
         demand(plan.step == len(self.plans), "steps are not numbered one after the other")
         demand(len(self.in_flight) < self.scheduler.steps_in_flight, "too many steps in flight")

@@ -227,7 +227,7 @@ def test_pulls_that_take_long_hold_up_no_notification(tmp_path: Path, monkeypatc
             prompt = [number + 3, *PROMPT]
             decode(second, prefill(first, prompt, f"a{number}"), prompt, f"b{number}")
             second.steps(2)
-            assert began.acquire(timeout=120)
+            assert began.acquire(timeout=600)
         params = prefill(first)
         leased = first.stored("leased")
         for number in range(second.config.scheduler.rows):

@@ -62,7 +62,7 @@ class Checkout:
             cwd=self.directory,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
             env=kept | {"PATH": str(self.directory / "bin")},
         )
         calls = self.calls.read_text().splitlines() if self.calls.exists() else []
@@ -137,7 +137,7 @@ def test_the_build_fails_without_a_compiler_and_looks_for_it_again(tmp_path: Pat
 
     def configure(option: str) -> tuple[int, str]:
         command = [str(programs / "cmake"), "-G", "Ninja", "-S", str(ROOT), "-B", str(folder), option]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=kept | {"PATH": str(programs)})
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=kept | {"PATH": str(programs)})
         return done.returncode, done.stdout + done.stderr
 
     for _ in range(2):  # nothing is remembered of the first time

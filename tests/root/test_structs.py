@@ -50,5 +50,5 @@ def test_the_classes_of_all_packages_are_prepared() -> None:
 @pytest.mark.slow
 def test_threads_decode_into_any_class_at_once() -> None:
     """The script ends with a segmentation fault if `prepare_structs` is not called."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and done.stdout == "decoded\n", done.stderr[-2000:]

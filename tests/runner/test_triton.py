@@ -245,7 +245,7 @@ def test_the_start_compiles_all_that_serving_needs(options: dict[str, object]) -
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=600,
         env=os.environ | {"TRITON_INTERPRET": "0"},
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -28,7 +28,7 @@ def test_no_server_outlives_its_process(kind: str, end: str, block: bool) -> Non
     lines = ["print(s.process.pid, flush=True)", ENDS[end]]
     head = [f"with {SERVERS[kind]} as s:"] if block else [f"s = {SERVERS[kind]}", "s.url"]
     script = START + "\n".join(head + [f" {line}" if block else line for line in lines])
-    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=180)
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=600)
     pid = int(done.stdout)
     if psutil.pid_exists(pid):
-        psutil.Process(pid).wait(timeout=60)
+        psutil.Process(pid).wait(timeout=600)

@@ -30,7 +30,7 @@ def test_serves_ends_and_adds_its_log_to_an_error() -> None:
         _ = 1 / 0
     assert any("serving on" in note for note in raised.value.__notes__)  # its log
     assert running.process.poll() == 0
-    _, alive = psutil.wait_procs(processes, timeout=60)
+    _, alive = psutil.wait_procs(processes, timeout=600)
     assert not alive
 
 

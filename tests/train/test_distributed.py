@@ -27,7 +27,7 @@ def test_two_ranks_have_the_gradients_of_one(wrapper: str, tmp_path: Path) -> No
         for rank, out in enumerate(outs)
     ]
     for process in processes:
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=600)
         assert process.returncode == 0, errors
     ranks = [torch.load(out) for out in outs]
     policy = PolicyModel.from_pretrained(directory, dtype="bfloat16", cpu_arithmetic="fma")

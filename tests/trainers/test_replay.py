@@ -45,7 +45,7 @@ def test_a_trainers_calls_are_answered(path: Path, tmp_path: Path) -> None:
                 request.get("method", "POST"),
                 server.url + request["path"],
                 headers=request.get("headers"),
-                timeout=60,
+                timeout=600,
                 json=filled(request["body"], places) if "body" in request else None,
             )
             request_name = f"{recorded['framework']} {recorded['version']}: {request['path']}"
