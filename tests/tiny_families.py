@@ -208,6 +208,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         },
     ),
+    "gpt2": ("GPT2LMHeadModel", {"tie_word_embeddings": True}),
+    "opt": ("OPTForCausalLM", {"tie_word_embeddings": True, "ffn_dim": 160}),
+    "phi": ("PhiForCausalLM", {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5}),
     "gpt_neox": ("GPTNeoXForCausalLM", {"hidden_act": "gelu", "layer_norm_eps": 1e-5, "rotary_pct": 0.25}),
     "solar_open": (
         "SolarOpenForCausalLM",

@@ -142,7 +142,7 @@ def write_checkpoint(directory: Path, hf: Mapping[str, Any], *, seed: int = 0, s
 
 def _is_of_checkpoints(old: str, new: str) -> bool:
     """Whether the first is what checkpoints have, not what they may have, too."""
-    return new.startswith("model.layers.0.") or old in ("gpt_neox.", "transformer.", "model.decoder.")
+    return new.startswith("model.layers.0.") or old in ("gpt_neox.", "transformer.h.", "model.decoder.")
 
 
 def _stored_name(name: str, spec: DecoderSpec) -> str:

@@ -87,7 +87,7 @@ YARN: dict[str, tuple[Any, ...]] = {
 
 # transformers fails without it; a Gemma 4 so narrow would have heads of 256
 NEED_HEAD_DIM = ("gemma4_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "mixtral")
-OF_HIDDEN_SIZE = ("gpt_neox",)  # whose heads divide it
+OF_HIDDEN_SIZE = ("gpt2", "gpt_neox", "opt")  # whose heads divide it
 
 
 def random_config(family: str, seed: int) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def _experts(rng: random.Random, hf: dict[str, Any]) -> None:
 def _ropes(rng: random.Random, hf: dict[str, Any], family: str) -> None:
     """Another rope, perhaps as transformers 4 spelled it."""
     parameters = hf["rope_parameters"]
-    if family == "mamba2":
+    if family in ("gpt2", "mamba2", "opt"):
         del hf["rope_parameters"]  # transformers reads some of its attributes though it has no rope
         return
     if family == "ministral3":  # which needs both of these

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.models.driver import Driver, cache_argument, prefill, random_ids
+from tests.models.older_families import OLDER_FAMILIES
 from tests.tiny_models import tiny_config, write_checkpoint
 from tokserve import checkpoint
 from tokserve.models.decoder import Decoder
@@ -303,21 +304,7 @@ CASES |= {
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": False, "head_dim": 16}),
     "nemotron": ("nemotron", {}),
     "nemotron-biases": ("nemotron", {"attention_bias": True, "mlp_bias": True, "head_dim": 32, "hidden_act": "gelu"}),
-    "gpt-neox": ("gpt_neox", {}),
-    "gpt-neox-sequential": (
-        "gpt_neox",
-        {
-            "use_parallel_residual": False,
-            "attention_bias": False,
-            "tie_word_embeddings": True,
-            "hidden_act": "gelu_new",
-            "rope_parameters": None,
-            "rotary_emb_base": 5e3,
-            "rotary_pct": 1.0,
-            "hidden_size": 96,
-            "head_dim": None,
-        },
-    ),
+    **OLDER_FAMILIES,
     "solar-open": ("solar_open", {}),
     "solar-open-plain": (
         "solar_open",
@@ -444,6 +431,9 @@ FAST = {  # of those that other families' cases cover less than half
     "deepseek-v3",
     "ernie-moe",
     "gpt-neox",
+    "gpt2",
+    "opt",
+    "phi",
 }
 FIRST = list(CASES).index("gemma")  # the cases before it are fast, too
 EVERY = [

@@ -116,6 +116,8 @@ def written(directory: Path, hf: dict[str, Any], weights: dict[str, Tensor]) -> 
         ("phi3", 2, 1),
         ("qwen2", 4, 1),
         ("gpt_neox", 2, 1),
+        ("gpt2", 2, 1),
+        ("opt", 1, 2),
     ],
 )
 def test_each_rank_has_what_it_would_have_loaded(family: str, tensor: int, stages: int, tmp_path: Path) -> None:

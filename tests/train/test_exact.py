@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPTJConfig, GPTJForCausalLM
 
 from tests.models.driver import cache_argument
 from tests.tiny_models import tiny_config, write_checkpoint
@@ -343,8 +343,8 @@ def test_a_compiled_model_has_the_same_bits(way: str) -> None:
 def test_what_is_refused_is_named(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="Linear"):
         exact(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="architecture GPT2LMHeadModel is not supported; supported are: "):
-        exact(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16)))
+    with pytest.raises(ValueError, match="architecture GPTJForCausalLM is not supported; supported are: "):
+        exact(GPTJForCausalLM(GPTJConfig(n_layer=1, n_embd=8, n_head=2, rotary_dim=4, vocab_size=16)))
     directory = write_checkpoint(tmp_path, tiny_config("llama"))
     with pytest.raises(ValueError, match="LlamaForSequenceClassification"):
         exact(AutoModelForSequenceClassification.from_pretrained(directory))

@@ -48,6 +48,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("exaone4", {}),
     "stablelm": ("stablelm", {}),
     "nemotron": ("nemotron", {"attention_bias": True}),
+    "gpt2": ("gpt2", {}),
+    "opt": ("opt", {"tie_word_embeddings": False}),
     "gpt_neox": ("gpt_neox", {}),
     "gpt_neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     "solar_open": ("solar_open", {}),
@@ -74,7 +76,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", {}),
     "granitemoehybrid-states": ("granitemoehybrid", {}),
 }
-FAST = ("gemma2", "phi3", "olmo2", "cohere", "starcoder2", "qwen2_moe", "gpt_neox")
+FAST = ("gemma2", "phi3", "olmo2", "cohere", "starcoder2", "qwen2_moe", "gpt_neox", "gpt2")
 EVERY = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 
@@ -130,7 +132,7 @@ def test_exact_models(name: str, tmp_path: Path) -> None:
     directory = checkpoint(name, tmp_path)
     policy = PolicyModel.from_pretrained(directory, dtype="float32")
     config = AutoConfig.from_pretrained(directory)
-    for dropout in ("attention_dropout", "residual_dropout"):
+    for dropout in DROPOUTS:
         if hasattr(config, dropout):
             setattr(config, dropout, 0.0)
     reference = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32)
@@ -227,7 +229,7 @@ RANDOM = [
     for one in every(4)
     if one[0] in TRAINED
 ]
-DROPOUTS = ("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop")
+DROPOUTS = ("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout")
 
 
 @pytest.mark.some(2)

@@ -6,6 +6,8 @@ out of it.  Logits are float32.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,10 @@ from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import ALONE, Group
 from tokserve.layers.parameter import Parameter, StoredWeight, owned_copy
-from tokserve.layers.places import MatrixPlace, TensorPart, VectorPlace
+from tokserve.layers.places import MatrixPlace, Place, RowsPlace, TensorPart, VectorPlace
 from tokserve.layers.quant import STORED_INTEGERS, pack_rows
+
+ALIGNED = 64  # elements: a packed weight begins where a kernel reads whole vectors
 
 
 class Embedding:
@@ -112,6 +116,51 @@ class Embedding:
         return rows.to(self.dtype)  # they are wider in a head that is tied: a product of two has the same bits then
 
 
+@dataclass(frozen=True, slots=True)
+class PositionsSpec:
+    """A table of learned positions: its rows, and which of them is that of position 0."""
+
+    rows: int
+    first: int = 0
+
+
+class Positions:
+    """Learned positions, which are added to embeddings; all ranks have them."""
+
+    packed: ops.PackedWeight  # [rows from that of position 0 on, hidden]
+
+    def __init__(self, hidden: int, spec: PositionsSpec, dtype: torch.dtype) -> None:
+        self.shape, self.first, self.dtype = (spec.rows, hidden), spec.first, dtype
+        self.memory: Tensor | None = None  # with rows before that of position 0: those, then what is packed
+        self.start = -(-spec.first * hidden // ALIGNED) * ALIGNED  # of what is packed in `memory`
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"weight": Parameter(self.shape, self.load, self.dtype, places=self.places)}
+
+    def places(self) -> list[Place]:
+        """Where the weight lies."""
+        if self.memory is None:
+            return [MatrixPlace(self.packed)]
+        return [RowsPlace(self.memory, self.packed, self.first * self.shape[1], self.start)]
+
+    def load(self, tensor: Tensor) -> None:
+        """Take the weight [rows, hidden]."""
+        if tuple(tensor.shape) != self.shape:
+            raise ValueError(f"expected a tensor of shape {list(self.shape)}, found {list(tensor.shape)}")
+        used = tensor[self.first :]
+        packed = pack_rows(ops.pack_linear, used, self.dtype, len(used))
+        if self.first:
+            flat = packed.packed.view(-1)
+            self.memory = torch.zeros(self.start + len(flat), dtype=flat.dtype, device=flat.device)
+            self.memory[: self.first * self.shape[1]] = tensor[: self.first].to(self.dtype).to(flat).view(-1)
+            self.memory[self.start :] = flat
+            packed = replace(packed, packed=self.memory[self.start :].view(packed.packed.shape))
+        self.packed = packed
+
+    def __call__(self, positions: Tensor) -> Tensor:  # [T] int64 -> [T, hidden]
+        return ops.embedding(positions, self.packed)
+
+
 class Table:
     """A few rows that are looked up and added to embeddings: learned positions, types of tokens."""
 
@@ -139,17 +188,24 @@ class Head:
     products; `softcap` > 0: a logit x becomes softcap * tanh(x / softcap) after that."""
 
     def __init__(
-        self, vocab: int, hidden: int, options: LayerOptions, *, multiplier: float = 1.0, softcap: float = 0.0
+        self,
+        vocab: int,
+        hidden: int,
+        options: LayerOptions,
+        *,
+        multiplier: float = 1.0,
+        softcap: float = 0.0,
+        bias: bool = False,
     ) -> None:
         self.options = options
         self.multiplier, self.softcap = multiplier, softcap
         self.dtype = options.dtype
         self.vocab, self._group = vocab, options.group
         rows = {"lm_head": [self._group.rows(vocab)]}
-        self.linear = Linear(hidden, {"lm_head": vocab}, options, split="column", rows=rows)
+        self.linear = Linear(hidden, {"lm_head": vocab}, options, bias=bias, split="column", rows=rows)
 
     def parameters(self) -> dict[str, Parameter]:
-        """The parameter `lm_head.weight`."""
+        """`lm_head.weight` and, if there is one, `lm_head.bias`."""
         return self.linear.parameters()
 
     def tie(self, weight: Tensor, packed: ops.PackedWeight) -> None:

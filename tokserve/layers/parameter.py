@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.layers.parallel import Span
-from tokserve.layers.places import NOWHERE, Place, TensorPart
+from tokserve.layers.places import NOWHERE, MatrixPlace, Place, TensorPart, TransposedMatrixPlace
 
 T = TypeVar("T")
 
@@ -60,7 +60,8 @@ class Parameter:
     `rounded`: the dtype to which `load` rounds a tensor before anything else, if it is not `dtype`.
     `places`: where the elements are once they are loaded; the first can be read, and each has to be written.  Empty:
     they are not kept as `rounded`.  `share`: of the elements, how many this rank keeps; `held`: which, counted by the
-    places from 0; None: all of them.  `random_gain`: what random values of it are multiplied by.
+    places from 0; None: all of them.  `random_gain`: what random values of it are multiplied by.  `transposed`: of a
+    projection, as [inputs, outputs].
     """
 
     shape: tuple[int, ...]
@@ -73,6 +74,7 @@ class Parameter:
     share: float = 1.0
     held: TensorPart | None = None
     random_gain: float = 1.0
+    transposed: bool = False
 
     @property
     def source_dtype(self) -> torch.dtype:
@@ -121,6 +123,35 @@ def part_of(weight: Tensor | StoredWeight, dim: int, spans: Sequence[Span]) -> T
         if joined is not None:
             return joined
     return torch.cat([as_dense(one) for one in parts])
+
+
+def transposed(weight: Parameter) -> Parameter:
+    """A projection's weight as a checkpoint has it that stores [inputs, outputs]."""
+    outputs, inputs = weight.shape
+
+    def places() -> list[Place]:
+        return [
+            TransposedMatrixPlace(place, _held_rows(weight))
+            for place in weight.places()
+            if isinstance(place, MatrixPlace)
+        ]
+
+    return replace(
+        weight,
+        shape=(inputs, outputs),
+        load=lambda tensor: weight.load(tensor.t().contiguous()),
+        load_stored=None,
+        places=places,
+        held=None if weight.held is None else weight.held.transposed(),
+        transposed=True,
+    )
+
+
+def _held_rows(weight: Parameter) -> int:
+    """How many rows of a weight this rank has."""
+    if weight.held is None or weight.held.dim == 1:
+        return weight.shape[0]
+    return sum(span.length for span in weight.held.spans)
 
 
 def on_another_rank(named: dict[str, Parameter]) -> dict[str, Parameter]:

@@ -98,6 +98,58 @@ class MatrixPlace:
         return values.to(self.memory.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class TransposedMatrixPlace:
+    """Columns of a tensor that is the transpose of `rows` rows of a packed weight."""
+
+    matrix: MatrixPlace
+    rows: int
+
+    @property
+    def memory(self) -> Tensor:
+        return self.matrix.memory
+
+    def positions(self, indices: Indices) -> Indices:
+        column, row = np.divmod(indices.astype(np.int64, copy=False), self.rows)
+        return self.matrix.positions(row * self.matrix.packed.columns + column)
+
+    def read(self, first: int, last: int) -> Tensor:
+        indices = self.positions(np.arange(first * self.rows, last * self.rows))
+        values = self.memory[torch.from_numpy(indices.astype(np.int64)).to(self.memory.device)]
+        return values.view(last - first, self.rows).to(self.matrix.packed.dtype)
+
+    def stored(self, values: Tensor) -> Tensor:
+        return self.matrix.stored(values)
+
+
+@dataclass(frozen=True, slots=True)
+class RowsPlace:
+    """A tensor whose first elements, `before` of them, come first in `memory`, and whose other rows are packed from
+    `start` on."""
+
+    memory: Tensor
+    packed: ops.PackedWeight
+    before: int
+    start: int
+
+    def positions(self, indices: Indices) -> Indices:
+        indices = indices.astype(np.int64, copy=False)
+        elements = torch.from_numpy(np.maximum(indices - self.before, 0))
+        packed = ops.packed_positions(self.packed, 0, elements).numpy()
+        return np.where(indices < self.before, indices, packed + self.start)
+
+    def read(self, first: int, last: int) -> Tensor:
+        columns = self.packed.columns
+        rows = self.before // columns
+        parts = [self.memory[: self.before].view(rows, columns)[first:last].to(self.packed.dtype)]
+        if last > rows:
+            parts.append(self.packed.unpacked(max(first - rows, 0), last - rows))
+        return torch.cat(parts)
+
+    def stored(self, values: Tensor) -> Tensor:
+        return values.to(self.memory.dtype)
+
+
 class TensorPart(NamedTuple):
     """What a rank has of a tensor: some of its rows (`dim` 0) or columns (1), one after the other."""
 
@@ -140,6 +192,10 @@ class TensorPart(NamedTuple):
                 rows[low - first : high - first] = read(taken + low - start, taken + high - start)
             taken += length
         return rows
+
+    def transposed(self) -> TensorPart:
+        """The same of the transpose."""
+        return TensorPart(1 - self.dim, self.spans) if self.spans else self
 
 
 NOWHERE = TensorPart(0, ())

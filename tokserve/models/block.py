@@ -12,7 +12,7 @@ from tokserve import ops
 from tokserve.layers.linear import Linear
 from tokserve.layers.norm import NoNorm, NormSpec, make_norm
 from tokserve.layers.options import LayerOptions
-from tokserve.layers.parameter import Parameter, StackedParameter, owned_copy, under
+from tokserve.layers.parameter import Parameter, StackedParameter, owned_copy, transposed, under
 from tokserve.layers.places import VectorPlace
 from tokserve.layers.protocols import FeedForwardSpec, MixerSpec
 
@@ -86,7 +86,7 @@ class BlockSpec:
     attention alone; if it is `parallel` too, the next layer's attention is given what its own is given.
     `residual_multiplier`: of what is added to the stream.  `mlp_name`, `attention_name`: of their modules in a
     checkpoint.  `factor_name`: of a tensor of one element that multiplies the stream after the layer; "": there is
-    none.
+    none.  `transposed`: a checkpoint stores the projections' weights as [inputs, outputs].
     """
 
     attention: MixerSpec
@@ -98,6 +98,7 @@ class BlockSpec:
     mlp_name: str = "mlp"
     attention_name: str = "self_attn"
     factor_name: str = ""
+    transposed: bool = False
 
 
 class DecoderBlock:
@@ -109,6 +110,7 @@ class DecoderBlock:
 
         self.norm_names, self.mlp_name, self.attention_name = spec.norms, spec.mlp_name, spec.attention_name
         self.parallel, self.residual_multiplier = spec.parallel, spec.residual_multiplier
+        self.transposed = spec.transposed
         self.attention_norm, self.mlp_norm = norm(spec.norms.before_attention), norm(spec.norms.before_mlp)
         self.attention_post_norm, self.mlp_post_norm = norm(spec.norms.after_attention), norm(spec.norms.after_mlp)
         self.attention = spec.attention.layer(hidden, options)
@@ -133,6 +135,8 @@ class DecoderBlock:
         )
         parameters = under(self.attention_name, self.attention.parameters())
         parameters |= under(self.mlp_name, self.mlp.parameters())
+        if self.transposed:
+            parameters = {name: transposed(one) if len(one.shape) == 2 else one for name, one in parameters.items()}
         for name, norm in norms:
             parameters |= under(name, norm.parameters())
         if self.factor is not None:

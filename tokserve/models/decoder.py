@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.base.errors import RequestError
+from tokserve.base.errors import RequestError, StartError
 from tokserve.layers.batch import ForwardBatch
-from tokserve.layers.embedding import Embedding, Head
+from tokserve.layers.embedding import Embedding, Head, Positions, PositionsSpec
 from tokserve.layers.linear import Linear
 from tokserve.layers.norm import NoNorm, NormSpec, make_norm
 from tokserve.layers.options import LayerOptions
@@ -24,7 +24,7 @@ from tokserve.layers.protocols import ImageTower, LabelHead, LabelHeadSpec, Towe
 from tokserve.layers.rope import RopeSpec, rope_table, rows_of_axes
 from tokserve.models.block import BlockSpec, DecoderBlock
 from tokserve.models.formats import DENSE, CheckpointFormat
-from tokserve.models.provenance import Provenance
+from tokserve.models.provenance import HEAD, Provenance
 from tokserve.protocol.kv_spec import LayerSpec
 
 Renames = tuple[tuple[str, str], ...]
@@ -40,6 +40,7 @@ class DecoderSpec:
     begins with a dot is replaced anywhere in the name, and a tensor whose prefix becomes "" is not used.
     `format`: how the checkpoint stores weights.  `norm_name`: of the final norm's module in a checkpoint.
     `classifier`: the head of a model that classifies.  `vision`: the tower of a model that reads images.
+    `position_table`: of learned positions, if there is one.  `head_bias`: the head has a bias.
     """
 
     vocab: int
@@ -56,6 +57,8 @@ class DecoderSpec:
     norm_name: str = "norm"
     classifier: LabelHeadSpec | None = None
     vision: TowerSpec | None = None
+    position_table: PositionsSpec | None = None
+    head_bias: bool = False
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
@@ -115,7 +118,14 @@ class Decoder:
         self.options = options
         self.float8_cache = float8_cache
         self.dtype = options.dtype
-        self.head = Head(spec.vocab, spec.hidden, head, multiplier=spec.logits_multiplier, softcap=spec.logits_softcap)
+        self.head = Head(
+            spec.vocab,
+            spec.hidden,
+            head,
+            multiplier=spec.logits_multiplier,
+            softcap=spec.logits_softcap,
+            bias=spec.head_bias,
+        )
         self.embedding = Embedding(
             spec.vocab,
             spec.hidden,
@@ -124,6 +134,9 @@ class Decoder:
             head=self.head if spec.tied and stage.is_last else None,
             keeps_stored=options.quant.name in ("wna16", "int4"),
             group=options.group,
+        )
+        self.position_table = (
+            None if spec.position_table is None else self._learned_positions(spec.position_table, len(tables[0]))
         )
         self.classifier: LabelHead | None = None
         if spec.classifier is not None:
@@ -136,6 +149,15 @@ class Decoder:
         self.rope_tables = tables
         self._layers = self._chain()
         self.provenance = Provenance()
+
+    def _learned_positions(self, table: PositionsSpec, served: int) -> Positions:
+        """The learned positions.  Raises StartError if there are fewer than are served."""
+        if served > table.rows - table.first:
+            raise StartError(
+                f"{served} positions are to be served, and the model has learned {table.rows - table.first}: "
+                "give --max-model-len"
+            )
+        return Positions(self.spec.hidden, table, self.dtype)
 
     def _chain(self) -> list[tuple[DecoderBlock, NoNorm, int]]:
         """Each block with the norm that follows it, the last one's unless that is the next stage's, and the number of
@@ -166,7 +188,7 @@ class Decoder:
 
     def borrow(self, other: Decoder) -> None:
         """Use another's embedding, norms and sinks; the spec is the same.  Raises StartError for recurrent states."""
-        self.embedding, self.norm = other.embedding, other.norm
+        self.embedding, self.position_table, self.norm = other.embedding, other.position_table, other.norm
         for block, source in zip(self.blocks, other.blocks, strict=True):
             block.borrow(source)
         self._layers = self._chain()
@@ -190,11 +212,14 @@ class Decoder:
         embedding = under("model.embed_tokens", self.embedding.parameters())
         is_needed = stage.is_first or (self.spec.tied and stage.is_last)
         parameters = embedding if is_needed else on_another_rank(embedding)
+        if self.position_table is not None:
+            positions = under("model.embed_positions", self.position_table.parameters())
+            parameters |= positions if stage.is_first else on_another_rank(positions)
         for number in range(len(self.spec.blocks)):
             parameters |= under(f"model.layers.{number}", self._block_parameters(number))
         last = under(f"model.{self.spec.norm_name}", self.norm.parameters())
         last |= {} if self.classifier is None else self.classifier.parameters()
-        last |= {} if self.spec.tied else self.head.parameters()
+        last |= {name: one for name, one in self.head.parameters().items() if name != HEAD or not self.spec.tied}
         parameters |= last if stage.is_last else on_another_rank(last)
         return parameters | ({} if self.tower is None else self.tower.parameters())
 
@@ -265,7 +290,7 @@ class Decoder:
         if batch.embeds is not None:
             index, embeddings = batch.embeds
             rows.index_copy_(0, index, embeddings.to(rows.dtype))
-        return rows
+        return rows if self.position_table is None else ops.add_residual(self.position_table(batch.positions), rows)
 
     def forward(self, batch: ForwardBatch) -> Tensor:  # [T, hidden], or [n, hidden] of `batch.logits_rows`
         """Compute the batch's tokens, up to the final norm, and store their keys and values."""

@@ -26,6 +26,9 @@ NORMS = (
     "ln_q.weight",
     "merger.norm.weight",
     "mm_soft_emb_norm.weight",
+    "ln_1.weight",
+    "ln_2.weight",
+    "layer_norm.weight",
 )
 GAINS = {
     "lm_head": 2.0,
@@ -33,6 +36,7 @@ GAINS = {
     "k_proj": 1.5,
     "qkv_proj": 1.3,
     "query_key_value": 1.3,
+    "c_attn": 1.3,
     "o_proj": 0.6,
     "dense": 0.6,
     "out_proj": 0.3,
@@ -40,6 +44,7 @@ GAINS = {
     "output_linear": 1.6,
     "c_proj": 1.6,
     "dense_4h_to_h": 1.6,
+    "fc2": 1.6,
 }
 
 
@@ -47,7 +52,9 @@ def tensors(parameters: Mapping[str, Parameter], seed: int) -> Iterator[tuple[st
     """(name, float32 values) for each parameter of a model."""
     tied = "lm_head.weight" not in parameters
     for name, parameter in parameters.items():
-        tensor = values(name, parameter.shape, seed, tied=tied)
+        shape = parameter.shape[::-1] if parameter.transposed else parameter.shape
+        tensor = values(name, shape, seed, tied=tied)
+        tensor = tensor.t().contiguous() if parameter.transposed else tensor
         tensor = tensor if parameter.random_gain == 1.0 else tensor * parameter.random_gain
         yield name, tensor - parameter.offset if parameter.offset else tensor
 
@@ -85,6 +92,8 @@ def _scale(name: str, width: int, tied: bool) -> tuple[float, float]:
         return 0.0, 0.5
     if name == "model.embed_tokens.weight":
         return 0.0, small if tied else 0.15
+    if name == "model.embed_positions.weight":
+        return 0.0, (small if tied else 0.15) / 2
     if name.endswith("A_log"):  # as trained models are: e^A_log from 0.5 to 8
         return 0.7, 0.7
     if name.endswith(".D"):
@@ -94,4 +103,5 @@ def _scale(name: str, width: int, tied: bool) -> tuple[float, float]:
     if name.endswith(".sinks"):
         return 0.5, 1.0
     part = name.removesuffix(".weight").rpartition(".")[2]
+    part = "o_proj" if name.endswith(".attn.c_proj.weight") else part
     return 0.0, GAINS.get(part, 1.0) / width**0.5

@@ -126,7 +126,7 @@ def _causal(model: nn.Module) -> Any:
     if not all(hasattr(causal, name) for name in ("config", "save_pretrained", "parameters")):
         raise TypeError(f"a transformers causal language model is needed, got {type(model).__qualname__}")
     name = type(causal).__name__
-    if name not in ARCHITECTURES or not hasattr(causal, "lm_head") or not hasattr(causal, causal.base_model_prefix):
+    if name not in ARCHITECTURES or not hasattr(causal, "lm_head") or _backbone(causal) is causal:
         raise ValueError(f"architecture {name} is not supported; supported are: {', '.join(ARCHITECTURES)}")
     config: dict[str, Any] = causal.config.to_dict()
     if config.get("quantization_config"):
@@ -141,8 +141,8 @@ def _causal(model: nn.Module) -> Any:
 
 def _backbone(causal: Any) -> nn.Module:
     """All of the model but its head."""
-    base: nn.Module = causal.get_submodule(causal.base_model_prefix)
-    return base
+    base: nn.Module = causal.base_model
+    return base.get_submodule("decoder") if hasattr(base, "decoder") else base  # OPT's
 
 
 def _device_of(causal: Any) -> str:
@@ -223,6 +223,7 @@ class _ExactBackbone(_ExactModule):
             )
         last, *states = (part.view(*input_ids.shape, part.shape[-1]) for part in (whole, *before))
         out = _output_type()(last_hidden_state=last, hidden_states=(*states, last) if streams else None)
+        vars(out)["cross_attentions"] = None  # which GPT-2 reads
         return out.to_tuple() if arguments.get("return_dict") is False else out
 
 

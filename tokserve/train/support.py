@@ -35,6 +35,7 @@ KNOWN: dict[type, set[str]] = {
         "logits_multiplier",
         "logits_softcap",
         "norm_name",
+        "position_table",
     },
     BlockSpec: {
         "attention",
@@ -46,6 +47,7 @@ KNOWN: dict[type, set[str]] = {
         "mlp_name",
         "attention_name",
         "factor_name",
+        "transposed",
     },
     AttentionSpec: {
         "heads",

@@ -123,7 +123,10 @@ class BlockPass:
 
     def _rows(self, name: str, layer: Linear, shard: str) -> Tensor:
         """A master whose rows are a shard's outputs, in the order in which the layer has them."""
-        return as_dense(layer.part(shard, self.masters[name]))
+        master = self.masters[name]
+        if self.block.transposed and name == joined(*name.split(".")[:-2], shard, "weight"):
+            master = master.t()
+        return as_dense(layer.part(shard, master))
 
     def _norm(self, x: Tensor, layer: NoNorm, name: str) -> Tensor:
         return norms.norm(x, layer, norm_masters(self.masters, name))

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from tokserve import ops
 from tokserve.layers.attention import Attention
-from tokserve.layers.embedding import Embedding
+from tokserve.layers.embedding import Embedding, Positions
 from tokserve.layers.linear import GatedLinear, Linear
 from tokserve.train.batch import PackedBatch
 from tokserve.train.layers import backward
@@ -43,6 +43,11 @@ class Factors:
 def embedding(ids: Tensor, layer: Embedding, weight: Tensor) -> Tensor:  # [T] int64 -> [T, H]
     """Rows of the embedding, times its multiplier."""
     return applied(_Embedding, ids, layer, weight)
+
+
+def positions(numbers: Tensor, layer: Positions, weight: Tensor) -> Tensor:  # [T] int64 -> [T, H]
+    """Rows of the table of learned positions."""
+    return applied(_Positions, numbers, layer, weight)
 
 
 def linear(x: Tensor, layer: Linear, weights: Sequence[Tensor], biases: Sequence[Tensor], products: Products) -> Tensor:
@@ -82,6 +87,20 @@ class _Embedding(torch.autograd.Function):
         ids, weight = ctx.saved_tensors
         grad = grad.float() if ctx.multiplier == 1.0 else grad.float() * ctx.multiplier
         return None, None, ops.sum_rows(grad, ids, len(weight))
+
+
+class _Positions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, numbers: Tensor, layer: Positions, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(numbers, weight)
+        ctx.first = layer.first
+        return layer(numbers)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        numbers, weight = ctx.saved_tensors
+        return None, None, ops.sum_rows(grad.float(), numbers + ctx.first, len(weight))
 
 
 class _Linear(torch.autograd.Function):

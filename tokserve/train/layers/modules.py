@@ -28,6 +28,8 @@ from tokserve.train.layers import experts, functions, norms
 from tokserve.train.layers.blocks import BlockPass, Masters, joined, kept_bytes, norm_masters
 from tokserve.train.scores import Items
 
+POSITIONS = "model.embed_positions.weight"
+
 
 class DecoderModules:
     """A decoder's layers, and the names of the masters of each.  Raises StartError for layers without a gradient on the
@@ -138,6 +140,9 @@ class DecoderModules:
         """Hidden states after the final norm of the batch's tokens `rows` int64.  `streams`: a list that the residual
         stream [T, H] before each block is appended to."""
         x = functions.embedding(batch.input_ids, self.decoder.embedding, masters[EMBEDDING])
+        if self.decoder.position_table is not None:
+            added = functions.positions(batch.positions, self.decoder.position_table, masters[POSITIONS])
+            x = norms.add_residual(added, x, 1.0)
         for number in range(len(self.decoder.blocks)):
             if streams is not None:
                 streams.append(x)
