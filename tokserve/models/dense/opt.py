@@ -18,6 +18,7 @@ NAMES = (
     ("model.decoder.", "model."),
     ("decoder.final_layer_norm.", "model.norm."),
     ("decoder.", "model."),
+    ("final_layer_norm.", "model.norm."),
 )
 FIRST = 2  # row of the table of positions
 
