@@ -45,6 +45,15 @@ SCANS = {  # what state-space layers of Granite 4 add
     "position_embedding_type": None,
 }
 GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 40}
+GEMMA4_SMALL = {
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 320,
+    "num_hidden_layers": 5,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -127,6 +136,7 @@ CASES |= {
     ),
     "gemma3-caps": ("gemma3_text", {"final_logit_softcapping": 7.0}),
     "gemma4": ("gemma4_text", {}),
+    "gemma4-small": ("gemma4_text", GEMMA4_SMALL),
     "gemma4-experts": ("gemma4_text", GEMMA4_EXPERTS),
     "gemma4-values": (
         "gemma4_text",

@@ -95,8 +95,6 @@ def test_absent_attributes_are_read_as_those_that_transformers_writes(family: st
         hf["hybrid_override_pattern"] = "M-M*-MM"
     if family == "mamba2":  # by default it is 4096 wide
         hf["num_heads"] = 16
-    if family == "gemma4_text":  # by default it has inputs by layer
-        hf["hidden_size_per_layer_input"] = 0
     if family in ("deepseek_v2", "dots1"):
         hf |= {"num_experts_per_tok": 2, "n_routed_experts": 8, "n_shared_experts": 1}
     hf |= sizes
@@ -316,8 +314,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "original_max_position_embeddings must be 2 or more with longrope, found 1",
     ),
     ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is all"),
-    ("gemma4_text", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input is 8"),
-    ("gemma4_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers is 1"),
+    (
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 9},
+        "vocab_size_per_layer_input is 9",
+    ),
+    ("gemma4_text", {"num_kv_shared_layers": 2}, "num_kv_shared_layers leaves no layer"),
     ("gemma4_text", {"enable_moe_block": True}, "top_k_experts is missing"),
     ("gemma4_text", {"per_layer_config": {"3": {}}}, "per_layer_config names '3'"),
     ("gemma4_text", {"per_layer_config": {"1": {"rms_norm_eps": 1}}}, "per_layer_config.1 has attributes besides"),

@@ -135,6 +135,46 @@ class FeedForwardSpec(Protocol):
         layer."""
 
 
+class LayerInputs(Protocol):
+    """Makes inputs of each layer from token ids and their embeddings."""
+
+    def parameters(self) -> dict[str, Parameter]:
+        """The parameters under the checkpoint's names."""
+
+    def __call__(self, ids: Tensor, embeddings: Tensor) -> Tensor:  # [T], [T, hidden] -> [T, layers * width]
+        ...
+
+
+class LayerInputsSpec(Protocol):
+    """Describes `LayerInputs`, and builds them."""
+
+    def layer(self, hidden: int, options: LayerOptions) -> LayerInputs:
+        """The layer without weights.  Raises StartError."""
+
+
+class InputGate(Protocol):
+    """The last part of a block of a model with `LayerInputs`."""
+
+    def linears(self) -> dict[str, Linear]:
+        """The projections by name."""
+
+    def parameters(self) -> dict[str, Parameter]:
+        """The parameters under the checkpoint's names, without the name of the block."""
+
+    def borrow(self, other: object) -> None:
+        """Use what another of the same spec has besides its projections."""
+
+    def __call__(self, stream: Tensor, inputs: Tensor, adapters: Tensor | None) -> Tensor:  # [T, hidden] -> same
+        """The residual stream with what comes of the inputs [T, layers * width]; `adapters`: as `Linear` takes them."""
+
+
+class InputGateSpec(Protocol):
+    """Describes an `InputGate`, and builds it."""
+
+    def layer(self, hidden: int, options: LayerOptions) -> InputGate:
+        """The gate without weights."""
+
+
 class LabelHead(Protocol):
     """Makes the logits of a classifier's labels from hidden rows."""
 

@@ -14,7 +14,7 @@ from tokserve.layers.norm import NoNorm, NormSpec, make_norm
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter, StackedParameter, owned_copy, transposed, under
 from tokserve.layers.places import VectorPlace
-from tokserve.layers.protocols import FeedForwardSpec, MixerSpec
+from tokserve.layers.protocols import FeedForwardSpec, InputGateSpec, MixerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,8 @@ class BlockSpec:
     attention alone; if it is `parallel` too, the next layer's attention is given what its own is given.
     `residual_multiplier`: of what is added to the stream.  `mlp_name`, `attention_name`: of their modules in a
     checkpoint.  `factor_name`: of a tensor of one element that multiplies the stream after the layer; "": there is
-    none.  `transposed`: a checkpoint stores the projections' weights as [inputs, outputs].
+    none.  `transposed`: a checkpoint stores the projections' weights as [inputs, outputs].  `gate`: of inputs of the
+    layer besides the stream, after the MLP.
     """
 
     attention: MixerSpec
@@ -99,6 +100,7 @@ class BlockSpec:
     attention_name: str = "self_attn"
     factor_name: str = ""
     transposed: bool = False
+    gate: InputGateSpec | None = None
 
 
 class DecoderBlock:
@@ -116,13 +118,15 @@ class DecoderBlock:
         self.attention = spec.attention.layer(hidden, options)
         self.mlp = spec.mlp.layer(hidden, options)
         self.has_mlp = not isinstance(self.mlp, NoMLP)
+        self.gate = None if spec.gate is None else spec.gate.layer(hidden, options)
         self.factor_name = spec.factor_name
         self.factor = torch.ones(1, device=ops.torch_device) if spec.factor_name else None  # [1] float32
         self.has_two_norms = spec.parallel and bool(spec.norms.before_mlp)
 
     def linears(self) -> dict[str, Linear]:
         """The projections, each after the Hugging Face name of the module that it is in."""
-        return under(self.attention_name, self.attention.linears()) | under(self.mlp_name, self.mlp.linears())
+        linears = under(self.attention_name, self.attention.linears()) | under(self.mlp_name, self.mlp.linears())
+        return linears if self.gate is None else linears | self.gate.linears()
 
     def parameters(self) -> dict[str, Parameter]:
         """Under the names of Hugging Face checkpoints."""
@@ -139,6 +143,8 @@ class DecoderBlock:
             parameters = {name: transposed(one) if len(one.shape) == 2 else one for name, one in parameters.items()}
         for name, norm in norms:
             parameters |= under(name, norm.parameters())
+        if self.gate is not None:
+            parameters |= self.gate.parameters()
         if self.factor is not None:
             parameters[self.factor_name] = Parameter((1,), self.load_factor, torch.float32, places=self.factor_places)
         return parameters
@@ -151,12 +157,22 @@ class DecoderBlock:
         """Take the factor of the stream."""
         self.factor = owned_copy(tensor, (1,), torch.float32)
 
-    def end(self, x: Tensor, residual: Tensor, following: NoNorm) -> tuple[Tensor, Tensor]:
+    def end(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        following: NoNorm,
+        inputs: Tensor | None = None,
+        adapters: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """(the following norm of the stream after this layer, the stream), of what the layer adds at last [T, hidden]
-        and of what it is added to."""
-        if self.factor is None:
+        and of what it is added to.  `inputs`: as the gate takes them."""
+        if self.factor is None and self.gate is None:
             return following.add(x, residual, self.residual_multiplier)
-        total = ops.scale_rows(ops.add_residual(x, residual, self.residual_multiplier), self.factor)
+        total = ops.add_residual(x, residual, self.residual_multiplier)
+        if self.gate is not None and inputs is not None:
+            total = self.gate(total, inputs, adapters)
+        total = total if self.factor is None else ops.scale_rows(total, self.factor)
         return following(total), total
 
     def borrow(self, other: DecoderBlock) -> None:
@@ -164,3 +180,5 @@ class DecoderBlock:
         self.attention_norm, self.attention_post_norm = other.attention_norm, other.attention_post_norm
         self.mlp_norm, self.mlp_post_norm, self.factor = other.mlp_norm, other.mlp_post_norm, other.factor
         self.attention.borrow(other.attention)
+        if self.gate is not None:
+            self.gate.borrow(other.gate)

@@ -20,7 +20,7 @@ from tokserve.layers.norm import NoNorm, NormSpec, make_norm
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import ALONE, WHOLE, Stage
 from tokserve.layers.parameter import Parameter, StackedParameter, on_another_rank, under
-from tokserve.layers.protocols import ImageTower, LabelHead, LabelHeadSpec, TowerSpec
+from tokserve.layers.protocols import ImageTower, LabelHead, LabelHeadSpec, LayerInputsSpec, TowerSpec
 from tokserve.layers.rope import RopeSpec, rope_table, rows_of_axes
 from tokserve.models.block import BlockSpec, DecoderBlock
 from tokserve.models.formats import DENSE, CheckpointFormat
@@ -40,7 +40,8 @@ class DecoderSpec:
     begins with a dot is replaced anywhere in the name, and a tensor whose prefix becomes "" is not used.
     `format`: how the checkpoint stores weights.  `norm_name`: of the final norm's module in a checkpoint.
     `classifier`: the head of a model that classifies.  `vision`: the tower of a model that reads images.
-    `position_table`: of learned positions, if there is one.  `head_bias`: the head has a bias.
+    `position_table`: of learned positions, if there is one.  `head_bias`: the head has a bias.  `inputs`: of each layer
+    besides the stream.
     """
 
     vocab: int
@@ -59,6 +60,7 @@ class DecoderSpec:
     vision: TowerSpec | None = None
     position_table: PositionsSpec | None = None
     head_bias: bool = False
+    inputs: LayerInputsSpec | None = None
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
@@ -138,6 +140,9 @@ class Decoder:
         self.position_table = (
             None if spec.position_table is None else self._learned_positions(spec.position_table, len(tables[0]))
         )
+        if spec.inputs is not None and stage.count > 1:
+            raise StartError("option pipeline_parallel_size: inputs by layer cannot be divided among stages")
+        self.inputs = None if spec.inputs is None else spec.inputs.layer(spec.hidden, options)
         self.classifier: LabelHead | None = None
         if spec.classifier is not None:
             self.classifier = spec.classifier.layer(spec.hidden, options, self.head)
@@ -189,6 +194,7 @@ class Decoder:
     def borrow(self, other: Decoder) -> None:
         """Use another's embedding, norms and sinks; the spec is the same.  Raises StartError for recurrent states."""
         self.embedding, self.position_table, self.norm = other.embedding, other.position_table, other.norm
+        self.inputs = other.inputs
         for block, source in zip(self.blocks, other.blocks, strict=True):
             block.borrow(source)
         self._layers = self._chain()
@@ -215,6 +221,7 @@ class Decoder:
         if self.position_table is not None:
             positions = under("model.embed_positions", self.position_table.parameters())
             parameters |= positions if stage.is_first else on_another_rank(positions)
+        parameters |= {} if self.inputs is None else under("model", self.inputs.parameters())
         for number in range(len(self.spec.blocks)):
             parameters |= under(f"model.layers.{number}", self._block_parameters(number))
         last = under(f"model.{self.spec.norm_name}", self.norm.parameters())
@@ -300,6 +307,7 @@ class Decoder:
         # all tokens are routed, and have a hidden state, in the last layer too
         needed = batch.logits_rows if batch.routed is None and tap is None else None
         x, residual = self._enter(batch)
+        inputs = None if self.inputs is None else self.inputs(batch.input_ids, residual)
         if tap is not None:
             tap(self.numbers.start, residual)
         added = () if batch.added is None else batch.added[1]
@@ -312,6 +320,7 @@ class Decoder:
             if logits_rows is not None:
                 residual = residual.index_select(0, logits_rows.tokens)
                 x = x.index_select(0, logits_rows.tokens) if block.parallel and not block.has_two_norms else x
+                inputs = None if inputs is None else inputs.index_select(0, logits_rows.tokens)
             mixed = block.attention_post_norm(mixed)
             if block.parallel:
                 x = block.mlp_norm(residual) if block.has_two_norms else x
@@ -322,12 +331,13 @@ class Decoder:
                 x, residual = block.mlp_norm.add(mixed, residual, block.residual_multiplier)
             if block.parallel and not block.has_mlp:
                 continue  # the next layer is beside this one
-            x = block.mlp(x, batch.adapters if logits_rows is None else logits_rows.adapters, batch.routed)
+            adapters = batch.adapters if logits_rows is None else logits_rows.adapters
+            x = block.mlp(x, adapters, batch.routed)
             if batch.added is not None and layer < len(added):
                 x.index_add_(0, batch.added[0], added[layer].to(x.dtype))
             x = block.mlp_post_norm(x)
             if layer != self.numbers[-1] or self.stage.is_last:
-                x, residual = block.end(x, residual, following)
+                x, residual = block.end(x, residual, following, inputs, adapters)
             elif block.factor is not None:
                 x, residual = block.end(x, residual, NoNorm())[0], torch.zeros_like(residual)
             if tap is not None:

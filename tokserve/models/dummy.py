@@ -85,7 +85,16 @@ def _scale(name: str, width: int, tied: bool) -> tuple[float, float]:
     if name.endswith(("q_norm.weight", "k_norm.weight", "q_layernorm.weight", "k_layernorm.weight")):
         return 1.5, 0.1
     if name.endswith(
-        (*NORMS, "layer_scalar", "router.scale", "per_expert_scale", "layernorm_1.weight", "layernorm_2.weight")
+        (
+            *NORMS,
+            "layer_scalar",
+            "router.scale",
+            "per_expert_scale",
+            "per_layer_projection_norm.weight",
+            "per_layer_input_norm.weight",
+            "layernorm_1.weight",
+            "layernorm_2.weight",
+        )
     ):
         return 1.0, 0.1
     if name.endswith(("pos_embed.weight", "position_embedding.weight")):

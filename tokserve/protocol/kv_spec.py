@@ -16,7 +16,7 @@ def dtype_name(dtype: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """What one attention layer stores per token: K and V of `heads` x `dim` elements of `dtype`.
+    """What one attention layer stores per token: K and V of `heads` x `dim` elements of `dtype`; no heads: nothing.
 
     `window` > 0: attention reads only the last `window` tokens.  `kind` says how `shapes` grow: "kv" is pages of keys
     and values, "latent" pages of rows of `dim` elements, from which all heads have both, "hidden" pages of hidden
@@ -33,6 +33,8 @@ class KVSpec:
         """The shape that one block has in each of the layer's tensors, keys first."""
         if self.kind != "kv":
             return ((block_size, self.dim),)
+        if not self.heads:
+            return ()
         return ((self.heads, block_size, self.dim),) * 2
 
     def block_bytes(self, block_size: int) -> int:
