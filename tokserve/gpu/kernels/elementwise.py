@@ -485,8 +485,8 @@ def value_norm_kernel(
         x = x * tl.rsqrt(tree_sums(x * x) / DIM + eps)[:, None]
         tl.store(target + kept + head * DIM + column, x.to(out_ptr.dtype.element_ty), mask=inside)
     else:
-        column = (part - 1) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(target + column, tl.load(source + column, mask=column < kept), mask=column < kept)
+        copied = (part - 1) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(target + copied, tl.load(source + copied, mask=copied < kept), mask=copied < kept)
 
 
 @elementwise.norm_values.implement("triton", device="cuda")
