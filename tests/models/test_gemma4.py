@@ -79,7 +79,6 @@ def test_inputs_by_layer_and_shared_keys_do_not_depend_on_chunks_and_batches(dty
 
 @pytest.mark.usefixtures("compiled")
 def test_an_engine_serves_shared_keys_from_its_cache(tmp_path: Path) -> None:
-    """With blocks, and steps of decoding that are recorded."""
     hf = tiny_config("gemma4_text", **GEMMA4_SMALL)
     write_checkpoint(tmp_path, hf)
     decoder = load_decoder(tmp_path, hf, dtype="float32", head_dtype="auto", load_format="auto", seed=0)
