@@ -49,6 +49,7 @@ KEYS = 64  # keys of one tile; part of the arithmetic
 TILE = 64  # query heads of one tile: the minimum of sm_90's matrix unit, with WARPS
 LOW_TILE = 16  # the same for decode by mma.sync
 PROMPT_TILE = 128  # the same in prefill, with as many rows to a warp, if a head has at most WIDE elements
+WIDEST = 256  # elements of a head that leave room to load keys ahead
 WIDE = 128
 FLOAT32_KEYS, FLOAT32_TILE = 32, 16  # the same in float32, which has no matrix unit: larger tiles spill
 WARPS = 4
@@ -663,7 +664,7 @@ def attend_rows(
             rows_block(rows),
             is_dependent(q.device.index),
             num_warps=launch.prompt_warps,
-            num_stages=launch.config["prefill_stages"],
+            num_stages=launch.config["prefill_stages"] if dim_block <= WIDEST else 1,
             **launched(q.device.index),
         )
     lines = launch.packed * group
@@ -690,7 +691,7 @@ def attend_rows(
         is_dependent(q.device.index),
         is_early,
         num_warps=WARPS,
-        num_stages=launch.config["decode_stages"],
+        num_stages=launch.config["decode_stages"] if dim_block <= WIDEST else 1,
         **launched(q.device.index),
     )
     return out
