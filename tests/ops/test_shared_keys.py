@@ -14,12 +14,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.ops.test_groups import Tree
-from tests.ops.test_triton import DEVICE, DTYPES, INTERPRETED, randn
+from tests.ops.test_triton import DEVICE, DTYPES, INTERPRETED, pytestmark, randn
 from tokserve.gpu.kernels import shared_keys
 from tokserve.gpu.kernels.attention import SPLIT, attend_rows
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
 
+__all__ = ["pytestmark"]
 DTYPE = DTYPES[0] if INTERPRETED else DTYPES[-1]
 
 
