@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from tests.ops.test_exact import randn
-from tokserve.base.errors import StartError
 from tokserve.families.mixtures.chunked import chunk_rows
 from tokserve.layers.batch import LogitsRows
 from tokserve.ops import registry
@@ -56,8 +55,3 @@ def test_a_query_sees_the_keys_of_its_chunk_up_to_itself(kind: str, name: str) -
     assert (len(parts.seq_lens) == count) == (kind != "prompts")
     mixed = OPS["paged_attention"].implementations[name].call(q, *caches, *parts, 0.3, 0)
     torch.testing.assert_close(mixed, expected(q, caches, work, rows), atol=2e-3, rtol=2e-3)
-
-
-def test_blocks_that_do_not_divide_a_chunk_are_refused() -> None:
-    with pytest.raises(StartError, match="option block_size: blocks of 3 tokens"):
-        chunk_rows(rows_of(MIXED), 34, 3, CHUNK)

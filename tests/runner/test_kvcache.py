@@ -34,6 +34,18 @@ def test_default_is_bounded_by_4_gib_and_by_the_share_of_free_memory() -> None:
     assert blocks(seqs=4096, length=10_000, free=GIB, gpu_memory_utilization=0.5) == GIB // 2 // BLOCK_BYTES
 
 
+@pytest.mark.parametrize(("block_size", "length", "fits"), [(16, 500, True), (48, 500, False), (48, 96, True)])
+def test_blocks_divide_chunks_of_attention(block_size: int, length: int, fits: bool) -> None:
+    """A context that may be longer than one chunk has no block across a boundary."""
+    specs, cache = (KVSpec(2, 16, "float32"), KVSpec(2, 16, "float32", chunk=128)), CacheConfig(block_size=block_size)
+    options = {"max_num_seqs": 4, "max_model_len": length, "free_bytes": GIB}
+    if fits:
+        assert kvcache.layout(specs, cache, **options).block_size == block_size
+        return
+    with pytest.raises(StartError, match="option block_size: blocks of 48 tokens do not divide"):
+        kvcache.layout(specs, cache, **options)
+
+
 def test_snapshots_are_taken_where_blocks_end() -> None:
     specs = (*SPECS, StateSpec(3, 8, "float32"))
     for requested, interval in ((0, 0), (1, 16), (16, 16), (100, 112)):

@@ -18,9 +18,10 @@ def dtype_name(dtype: object) -> str:
 class KVSpec:
     """What one attention layer stores per token: K and V of `heads` x `dim` elements of `dtype`; no heads: nothing.
 
-    `window` > 0: attention reads only the last `window` tokens.  `kind` says how `shapes` grow: "kv" is pages of keys
-    and values, "latent" pages of rows of `dim` elements, from which all heads have both, "hidden" pages of hidden
-    states, which no attention reads.
+    `window` > 0: attention reads only the last `window` tokens.  `chunk` > 0: it reads only the token's chunk of so
+    many tokens, which whole blocks fill.  `kind` says how `shapes` grow: "kv" is pages of keys and values, "latent"
+    pages of rows of `dim` elements, from which all heads have both, "hidden" pages of hidden states, which no attention
+    reads.
     """
 
     heads: int
@@ -28,6 +29,7 @@ class KVSpec:
     dtype: str
     window: int = 0
     kind: Literal["kv", "latent", "hidden"] = "kv"
+    chunk: int = 0
 
     def shapes(self, block_size: int) -> tuple[tuple[int, ...], ...]:
         """The shape that one block has in each of the layer's tensors, keys first."""

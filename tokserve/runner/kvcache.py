@@ -69,6 +69,7 @@ def layout(
     Raises StartError if one request of `max_model_len` would not fit and may not be shortened, or not even a short one.
     """
     block_size = cache.block_size or DEFAULT_BLOCK_SIZE
+    _check_chunks(specs, block_size, max_model_len)
     states = _states(specs, cache, max_num_seqs, most_drafts, free_bytes, agree)
     if states is not None:
         free_bytes -= KVLayout(specs, 0, block_size, states).state_bytes()
@@ -96,6 +97,17 @@ def layout(
     if cache.kv_cache_memory_bytes is None:
         blocks = min(blocks, max_num_seqs * context_blocks)
     return KVLayout(specs, agree(blocks), block_size, states)
+
+
+def _check_chunks(specs: tuple[LayerSpec, ...], block_size: int, max_model_len: int) -> None:
+    """Raise StartError if the blocks of a context would lie across the boundaries of chunks of attention."""
+    longest = -(-max_model_len // block_size) * block_size
+    for chunk in {spec.chunk for spec in specs if isinstance(spec, KVSpec) and 0 < spec.chunk < longest}:
+        if chunk % block_size:
+            raise StartError(
+                f"option block_size: blocks of {block_size} tokens do not divide the model's chunks of attention of "
+                f"{chunk}"
+            )
 
 
 def _option(size: int) -> str:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.base.errors import StartError
 from tokserve.layers.attention import Attention, AttentionSpec
 from tokserve.layers.batch import ForwardBatch, LogitsRows
 from tokserve.layers.options import LayerOptions
+from tokserve.protocol.kv_spec import KVSpec
 
 FEW = 8  # queries of a row in steps that decode, drafts included, on average
 
@@ -46,6 +46,9 @@ class ChunkedAttention(Attention):
     def __init__(self, hidden: int, spec: ChunkedAttentionSpec, options: LayerOptions) -> None:
         super().__init__(hidden, spec, options)
         self.chunk = spec.chunk
+
+    def kv_spec(self) -> KVSpec:
+        return replace(super().kv_spec(), chunk=self.chunk)
 
     def divide(self, projected: Tensor, keys: Tensor, batch: ForwardBatch) -> None:
         """Divide the rows, where a context may have several chunks."""
@@ -84,8 +87,6 @@ def chunk_rows(rows: LogitsRows | ForwardBatch, queries: int, page: int, chunk: 
     Every part has a query, as kernels expect it.  In steps that decode, each query is a part: what shapes say is enough
     for that, so these steps can be captured.
     """
-    if chunk % page:
-        raise StartError(f"option block_size: blocks of {page} tokens do not divide chunks of attention of {chunk}")
     starts, lens = rows.query_start.long(), rows.seq_lens.long()
     device = starts.device
     if queries <= FEW * len(lens):
