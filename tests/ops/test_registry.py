@@ -42,7 +42,7 @@ def test_names_are_the_references_before_bind() -> None:
 
 
 def test_bind_without_the_extension_warns_once_and_takes_the_references(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "tokserve"):
         assert set(ops.bind("cpu").values()) == {"torch"}
     assert len(caplog.records) == 1 and "tokserve._absent" in caplog.text
     caplog.clear()

@@ -66,7 +66,7 @@ def test_each_row_is_served_or_told_why_not(caplog: pytest.LogCaptureFixture) ->
         stage._loop = None
         return done, engine.pid
 
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "tokserve"):
         done, pid = asyncio.run(scene())
     assert not psutil.pid_exists(pid) and "died" not in caplog.text
     for expected, error in zip([row[3] for row in ROWS], done["error"], strict=True):

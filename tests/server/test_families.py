@@ -72,7 +72,7 @@ def test_the_calls_of_a_family_on_every_route(output: Output) -> None:
 
 
 def test_the_log_names_the_parsers_of_the_template(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "tokserve"):
         chat_site("", GPT_OSS)
     assert "tool calls: openai, as the chat template writes them" in caplog.text
     assert "reasoning: openai_gptoss, as the chat template has it" in caplog.text

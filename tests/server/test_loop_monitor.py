@@ -33,7 +33,7 @@ def test_the_route_of_the_running_task_is_named(caplog: pytest.LogCaptureFixture
     async def block() -> None:
         time.sleep(0.5)
 
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "tokserve"):
         assert max(watched(block())) > 0.3
     assert "stalled" in caplog.text and "POST /somewhere" in caplog.text
 
@@ -50,7 +50,7 @@ def test_the_route_of_a_thread_that_holds_the_lock_is_named(caplog: pytest.LogCa
         begun.set()
         await working
 
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "tokserve"):
         watched(block())
     assert "POST /elsewhere" in caplog.text
 
@@ -61,7 +61,7 @@ def test_quiet_loops_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
         await asyncio.sleep(0.1)
         watching.cancel()
 
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "tokserve"):
         asyncio.run(scene())
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING and "0.0" in record.message]
 

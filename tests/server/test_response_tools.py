@@ -432,7 +432,7 @@ def test_what_only_openai_can_use_is_left_out_and_listed(caplog: pytest.LogCaptu
     ]
     body = {"input": items, "tools": [TOOLS[1], *HOSTED]}
     s = chat_site("a")
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "tokserve"):
         answers = [s.post(RESPONSES, body | {"stream": stream}) for stream in (False, True, False)]
     left_out = [*(f"tools[{i}]" for i in range(1, len(HOSTED) + 1)), *(f"input[{i}]" for i in range(1, 5))]
     for answer in answers:
