@@ -57,7 +57,10 @@ class Linear:
         self.inputs = self._group.share(inputs, "the input width") if split == "row" else inputs
         spans = rows or {}
         if self._split == "column":
-            spans = {shard: (self._group.span(outputs, shard),) for shard, outputs in shards.items()} | dict(spans)
+            spans = {
+                shard: spans[shard] if shard in spans else (self._group.span(outputs, shard),)
+                for shard, outputs in shards.items()
+            }
         else:
             spans = {shard: parts for shard, parts in spans.items() if not is_whole(parts, shards[shard])}
         self._spans = {shard: tuple(parts) for shard, parts in spans.items()}
